@@ -1,0 +1,66 @@
+# Everything here works on a fresh machine: the virtual environment is made first.
+#   make demo test lint fuzz models bench-planning
+#   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
+
+VENV      := .venv
+TORCH     := torch==2.13.0
+JOBS      ?= $(if $(PYTHON),1,2)
+# seconds after which a test run that hangs is ended
+TEST_LIMIT_S ?= 1500
+# what to test
+TESTS     ?= tests/cpu tests/fuzz
+
+ifdef PYTHON
+PY    := $(PYTHON)
+READY := build/metadata-stamp
+export PYTHONPATH := $(CURDIR):$(CURDIR)/build/metadata$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY    := $(VENV)/bin/python
+READY := $(VENV)/stamp
+endif
+
+# one torch thread per process: test workers and lanes are what runs side by side
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint fuzz models bench-planning clean
+
+demo: $(READY)
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(READY)
+	$(ONE_THREAD) timeout --kill-after=30 $(TEST_LIMIT_S) $(PY) -m pytest -p no:cacheprovider -q $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadgroup) $(TESTS) $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+fuzz: $(READY)
+	$(ONE_THREAD) $(PY) -m dynaflow.testing.fuzz $(ARGS)
+
+models: $(READY)
+	$(ONE_THREAD) $(PY) -m benchmarks.models $(ARGS)
+
+bench-planning: $(READY)
+	$(ONE_THREAD) $(PY) -m benchmarks.planning $(ARGS)
+
+clean:
+	rm -rf build out *.egg-info
+
+# torch goes first and alone, and is named again each time: a looser requirement would fetch another build of it, with
+# gigabytes of CUDA packages. For the same reason nothing is built in isolation, and timm and torchvision come without
+# their dependencies (pillow, huggingface_hub, safetensors and pyyaml are here already).
+$(VENV)/stamp: pyproject.toml Makefile
+	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet $(TORCH) 'setuptools>=77' wheel
+	$(VENV)/bin/python -m pip install --quiet $(TORCH) --no-build-isolation --editable '.[view,test,lint]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps timm==1.0.30 torchvision==0.28.0
+	touch $@
+
+# With a given interpreter: no install, but torch still finds the backend, through metadata that lies beside the tree.
+build/metadata-stamp: pyproject.toml Makefile
+	$(PYTHON) -c 'import torch; v = tuple(int(n) for n in torch.__version__.split(".")[:2]); assert v >= (2, 11), f"torch >= 2.11 is needed, {torch.__version__} found"'
+	mkdir -p build/metadata/dynaflow-0.1.0.dist-info
+	printf 'Metadata-Version: 2.1\nName: dynaflow\nVersion: 0.1.0\n' > build/metadata/dynaflow-0.1.0.dist-info/METADATA
+	printf '[torch_dynamo_backends]\ndynaflow = dynaflow.capture:backend\n' > build/metadata/dynaflow-0.1.0.dist-info/entry_points.txt
+	touch $@

@@ -1,0 +1,1 @@
+"""Measurements and evidence: each suite is a command, `python -m benchmarks.<suite>`."""

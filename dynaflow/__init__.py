@@ -1,0 +1,24 @@
+"""DynaFlow: run an unmodified PyTorch model under a physical execution schedule that a few lines of Python describe."""
+
+from dynaflow.annotate import SplitFunc, SplitModule, mark
+from dynaflow.batching import register_split_rule, rowwise
+from dynaflow.capture import compile, run_serialised, stats
+from dynaflow.check import check
+from dynaflow.context import context
+from dynaflow.errors import DynaFlowError, PlanRefused, StrategyError
+from dynaflow.explain import explain
+from dynaflow.ir import Flow, Op, Part, Plan
+from dynaflow.memory import place
+from dynaflow.runtime.lanes import profile
+from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategy import Strategy
+from dynaflow.sync import synchronise
+from dynaflow.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Branches", "DynaFlowError", "Flow", "NanoBatch", "Op", "Part", "Plan", "PlanRefused", "Sequential", "SplitFunc", "SplitModule",
+    "Strategy", "StrategyError", "TwoBatch", "check", "compile", "context", "explain", "mark", "place", "profile",
+    "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "verify",
+]  # fmt: skip

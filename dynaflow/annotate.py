@@ -1,0 +1,74 @@
+"""Where operators begin and end, as the user says it.
+
+    df.SplitModule("*.mlp")                              every module whose name matches is one op
+    df.SplitModule(LlamaAttention)                       ... or whose class is this one
+    df.SplitFunc(dist.all_reduce, kind="network")        every call of a function, torch op or custom op is one op
+    with df.mark("router", kind="memory"): ...           the lines inside, in model code that one may touch
+
+`splittable=True` says that rows of the batch are independent although the engine cannot see it (a routed expert layer);
+`splittable=False` keeps an op whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Callable, ContextManager
+
+import torch
+import torch.fx.traceback
+
+from dynaflow.errors import OptionError, PartitionError
+from dynaflow.ir import KINDS
+
+MARK = "dynaflow_mark"
+
+
+def _check_kind(kind: str | None) -> None:
+    if kind is not None and kind not in KINDS:
+        raise OptionError(f"unknown kind {kind!r}.", fix=f"use one of {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """Every module of a class, or whose qualified name matches a glob, is one op. The innermost match wins."""
+
+    module: str | type
+    kind: str | None = None
+    splittable: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+        if not isinstance(self.module, (str, type)):
+            raise PartitionError(f"SplitModule takes a class or a name pattern, not {self.module!r}.", fix="SplitModule('*.mlp')")
+
+    def matches(self, name: str, cls: Any) -> bool:
+        if isinstance(self.module, str):
+            return fnmatchcase(name, self.module) or fnmatchcase(f".{name}", self.module)
+        if isinstance(cls, str):
+            return cls.rpartition(".")[2] == self.module.__name__
+        return isinstance(cls, type) and issubclass(cls, self.module)
+
+
+@dataclass(frozen=True)
+class SplitFunc:
+    """Every call of a Python function, a torch function, a torch op (`torch.ops...`) or a collective is one op."""
+
+    function: Callable[..., Any]
+    kind: str | None = None
+    splittable: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_kind(self.kind)
+        if not callable(self.function):
+            raise PartitionError(f"SplitFunc takes a function or an op, not {self.function!r}.", fix="SplitFunc(torch.matmul)")
+
+
+Rule = SplitModule | SplitFunc
+
+
+def mark(name: str, kind: str | None = None) -> ContextManager[Any]:
+    """The ops inside form one op with this name. Outside of a capture it does nothing."""
+    if kind is not None and kind not in KINDS:
+        raise OptionError(f"unknown kind {kind!r}.", fix=f"use one of {', '.join(KINDS)}")
+    return torch.fx.traceback.annotate({MARK: f"{name}|{kind or ''}"})

@@ -1,0 +1,33 @@
+"""Collectives. Ranks exchange whole rows: elementwise ones keep the batch, the others work along dim 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynaflow.batch_rules.call import Call, Verdict
+from dynaflow.batch_rules.table import rules
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def _each(*names: str) -> list[str]:
+    return [f"{namespace}::{name}" for namespace in _NAMESPACES for name in names]
+
+
+@rules(*_each("all_reduce", "all_reduce_coalesced", "broadcast", "wait_tensor"))
+def keeps(call: Call) -> Verdict:
+    return tuple(call.axis(t) for t in call.tensors)
+
+
+@rules(*_each("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"))
+@rules(*_each("all_to_all_single"))
+def along_dim_0(call: Call) -> Verdict:
+    axes = tuple(call.axis(t) for t in call.tensors)
+    return "exchanges rows between ranks" if 0 in axes else axes
+
+
+def groups(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Tokens of the process groups among an op's arguments: by name, or the group object itself."""
+    found = [value for name, value in arguments.items() if name == "group_name" and isinstance(value, str)]
+    found += [getattr(value, "group_name", "?") for name, value in arguments.items() if name in ("process_group", "group") and value is not None]
+    return tuple(f"group:{name}" for name in found)

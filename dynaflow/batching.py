@@ -1,0 +1,390 @@
+"""Which dim carries the batch, what may run on a slice of it, and what memory every node touches.
+
+Contract: `analyse` reads a graph as TorchDynamo hands it to a backend (not functionalised) and changes nothing: no node, no
+guard, none of the given fakes. Where it is not sure, a node is unsplittable. What it promises of the others: run on rows
+[lo, hi) of its batch-carrying inputs, with the batch symbols bound to hi - lo, a node gives exactly rows [lo, hi) of its
+batch-carrying outputs; its other outputs do not depend on the batch, unless they come from a node that ran over all of it.
+
+ 1. Walk: the graph is interpreted over fake tensors, one node after the other.
+ 2. Listen: a dispatch mode sees every op that a node comes down to. Composite ops are looked through.
+ 3. Touch: from the op's schema and from the identity of storages, what it reads, writes and makes.
+ 4. Judge: `batch_rules` say whether the op treats rows alike. A node may be split if all its ops may.
+ 5. Sum up: one `NodeFacts` per node; storages are numbered in the order in which nodes hand them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Iterator, Mapping, Sequence
+from unittest import mock
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
+
+from dynaflow.batch_rules import STATE, Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
+
+__all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
+
+# higher-order ops that run their body as it is: what comes before the body, and between the body and its arguments
+_TRANSPARENT = {
+    "wrap": (0, 0),
+    "wrap_activation_checkpoint": (0, 0),
+    "tag_activation_checkpoint": (0, 0),
+    "invoke_subgraph": (0, 1),
+    "wrap_with_set_grad_enabled": (1, 0),
+    "wrap_with_autocast": (4, 0),
+}
+
+# ops that ask for something other than data
+_ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+
+# higher-order ops that are known to write none of their arguments
+_PURE_BODIES = {"flex_attention", "cond", "map_impl", "scan", "associative_scan"}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    # why it must run over the whole batch; empty when it may be split
+    unsplittable: str = ""
+    # the only reason is that it changes a tensor without a batch axis, by something that does not depend on the batch
+    writes_state: bool = False
+    # storages, of those that exist before the node, that it looks at (a view counts as looking)
+    reads: frozenset[int] = frozenset()
+    # storages, of those that exist before the node, that it changes
+    writes: frozenset[int] = frozenset()
+    # storages that it creates and that its output holds
+    makes: frozenset[int] = frozenset()
+    # "rng" for random ops, "group:<name>" for collectives
+    uses: tuple[str, ...] = ()
+    # every tensor it returns lies in a storage that existed before, and it changes nothing
+    is_view: bool = False
+    # multiply-accumulates of its matmuls, convolutions and attentions, at hint sizes; sizes that depend on data count as 1
+    macs: int = 0
+    # the ops it came down to: ("aten.t.default", "aten.mm.default")
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    nodes: dict[fx.Node, NodeFacts]
+    # what every node returned: fakes, symbolic numbers, pytrees of them
+    fake: dict[fx.Node, Any]
+    # the same pytrees, with the batch axis of every tensor; None for tensors without one, and for everything else
+    axis: dict[fx.Node, Any]
+    _storage_ids: dict[Any, int] = field(repr=False)
+
+    def storage(self, fake_tensor: torch.Tensor) -> int:
+        """Number of the storage that a fake lies in. Works for the inputs and for everything in `fake`."""
+        return self._storage_ids[_storage_key(fake_tensor)]
+
+
+def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: Iterable[sympy.Symbol]) -> Facts:
+    """`inputs` are the fakes of the placeholders, `axes` says which of them carry the batch and where, and `symbols` are all
+    the symbols that mean the batch size. Placeholders that are not in `axes` carry the batch where their shape says so."""
+    fake_mode = detect_fake_mode(list(inputs)) or FakeTensorMode()
+    shape_env = fake_mode.shape_env
+    with contextlib.ExitStack() as stack:
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(mock.patch.object(fake_mode, "allow_non_fake_inputs", True))
+        stack.enter_context(_functorch_stack_kept())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake_mode)
+        stack.enter_context(enable_python_dispatcher())  # kernels written in C++ know no symbolic sizes
+        # fakes of our own over the same storages: an in-place op may change a fake's shape
+        own = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+        listener = _Listener(Sizes(symbols, shape_env))
+        walk = _Walk(gm, listener, axes, fake_mode)
+        with listener:
+            walk.run(*own, enable_io_processing=False)
+        return Facts(walk.facts, walk.env_of, walk.axis_of, listener.storage_ids)
+
+
+# ---------------------------------------------------------------------------- 1 and 5: one node after the other
+
+
+class _Walk(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, listener: _Listener, axes: Mapping[str, int], fake_mode: FakeTensorMode):
+        super().__init__(gm, garbage_collect_values=False)
+        self.listener, self.axes, self.fake_mode = listener, axes, fake_mode
+        self.facts: dict[fx.Node, NodeFacts] = {}
+        self.env_of: dict[fx.Node, Any] = {}
+        self.axis_of: dict[fx.Node, Any] = {}
+        # functorch transforms that are open
+        self.transforms: list[str] = []
+
+    def run_node(self, node: fx.Node) -> Any:
+        heard = self.listener.start()
+        reason = self._transform(node)
+        try:
+            value = super().run_node(node)
+        except Exception as error:  # noqa: BLE001 (one node that we cannot run must not cost the others)
+            value, reason = self._fall_back(node, heard), f"could not be analysed: {type(error).__name__}"
+        if not heard.calls and value is None and self.listener.sizes.has_batch(self._arguments(node)):
+            reason = reason or f"uses the batch size as a number ({node.name})"  # torch._check and the like
+        if node.op == "placeholder":
+            self._check_axis(node, value)
+        self.facts[node] = self.listener.finish(heard, node.op, reason, value)
+        self.env_of[node] = value
+        self.axis_of[node] = pytree.tree_map(self.listener.axis, value)
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
+        if name in _TRANSPARENT:
+            before, between = _TRANSPARENT[name]
+            body, rest = args[before], args[before + 1 + between :]
+            return body(*rest)
+        return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            return self.fake_mode.from_tensor(value, static_shapes=True)
+        return value
+
+    def _arguments(self, node: fx.Node) -> Any:
+        return pytree.tree_map(lambda a: self.env_of.get(a) if isinstance(a, fx.Node) else a, (list(node.args), dict(node.kwargs)))
+
+    def _transform(self, node: fx.Node) -> str:
+        """Why a node between the brackets of vmap and friends cannot be split: its tensors hide the dim that is mapped."""
+        name = getattr(node.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            self.transforms.append(name.removesuffix("_increment_nesting").strip("_"))
+        reason = f"inside {self.transforms[-1]}" if self.transforms else ""
+        if name.endswith("_decrement_nesting") and self.transforms:
+            self.transforms.pop()
+        return reason
+
+    def _check_axis(self, node: fx.Node, value: Any) -> None:
+        """A tensor that is said to carry the batch in a dim whose size does not say so must not be taken for a constant."""
+        axis = self.axes.get(str(node.target), self.axes.get(node.name))
+        if axis is not None and isinstance(value, torch.Tensor) and self.listener.axis(value) != axis % max(value.ndim, 1):
+            self.listener.opaque.add(id(value))
+
+    def _fall_back(self, node: fx.Node, heard: _Heard) -> Any:
+        """What Dynamo saw; it may have changed everything it got, and may return parts of it."""
+        value = node.meta.get("example_value", node.meta.get("val"))
+        same: dict[Any, Any] = {}
+        for source in node.all_input_nodes:
+            ours = tensors_in(self.env_of.get(source))
+            theirs = tensors_in(source.meta.get("example_value"))
+            heard.read.update(_storage_key(t) for t in ours)
+            if len(ours) == len(theirs):
+                same.update({_storage_key(t): _storage_key(o) for t, o in zip(theirs, ours)})
+        heard.written.update(heard.read)
+        heard.uses["rng"] = None
+        self.listener.keep(value)
+        for key in map(_storage_key, tensors_in(value)):
+            if same.get(key) in self.listener.storage_ids:
+                self.listener.storage_ids.setdefault(key, self.listener.storage_ids[same[key]])
+        return value
+
+
+# ---------------------------------------------------------------------------- 2 and 3: the ops of a node
+
+
+class _Heard:
+    """What one node came down to, so far. Storages by key."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.read: set[Any] = set()
+        self.written: set[Any] = set()
+        self.uses: dict[str, None] = {}
+        # (reason, is it only a change of state)
+        self.reasons: list[tuple[str, bool]] = []
+        self.macs = 0
+
+
+class _Listener(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.storage_ids: dict[Any, int] = {}
+        # tensors that carry the batch, but not where their shape says
+        self.opaque: set[int] = set()
+        # storages in which some tensor carries the batch
+        self._batch_storages: set[Any] = set()
+        # storages and fakes are known by their addresses, which are reused when one of them dies
+        self._alive: list[Any] = []
+        self._heard = _Heard()
+
+    def start(self) -> _Heard:
+        self._heard = _Heard()
+        return self._heard
+
+    def keep(self, value: Any) -> None:
+        self._alive.append(value)
+
+    def axis(self, value: Any) -> int | None:
+        is_plain = isinstance(value, torch.Tensor) and id(value) not in self.opaque and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        return self.sizes.axis(value) if is_plain else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_op = isinstance(func, torch._ops.OpOverload)
+        if is_op and (func.namespace == "prim" or func._schema.name in _ASKS):
+            return func(*args, **kwargs)
+        if is_op and func._can_decompose():
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        # its fake returns a new tensor, the real one returns what it was given
+        is_wait = is_op and func._schema.name.endswith("functional::wait_tensor")
+        result = args[0] if is_wait else func(*args, **kwargs)
+        self.keep((args, kwargs, result))
+        call = Call(func, args, kwargs, result, self.sizes)
+        if is_wait:
+            call.written = call.tensors  # only now do its bytes arrive
+        elif (not is_op and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
+            call.written = call.tensors  # nothing says what they write
+        self._note(call)
+        return result
+
+    def _note(self, call: Call) -> None:
+        heard = self._heard
+        heard.calls.append(str(call.func))
+        heard.read.update(_storage_key(t) for t in call.tensors)
+        heard.written.update(_storage_key(t) for t in call.written)
+        heard.uses.update(dict.fromkeys(groups(call.arguments)))
+        if _is_random(call) or not isinstance(call.func, torch._ops.OpOverload):
+            heard.uses["rng"] = None
+        reason, is_state = self._judge(call)
+        if reason:
+            heard.reasons.append((reason, is_state))
+        heard.macs += _macs(call)
+
+    # ------------------------------------------------------------------------ 4: the verdict on one op
+
+    def _judge(self, call: Call) -> tuple[str, bool]:
+        """(why the op needs the whole batch, whether that is only because it changes state)."""
+        name = f"({call.func})"
+        entry = find(call.func)
+        numbers = {key for key, value in call.arguments.items() if self.sizes.has_batch(value)}
+        if _is_random(call):
+            return f"random {name}", False
+        for tensor in (*call.tensors, *call.outs):
+            if is_traceable_wrapper_subclass(tensor):
+                return f"works on {type(tensor).__name__} {name}", False
+        if any(id(t) in self.opaque or self.sizes.is_whole(t) for t in call.tensors):
+            return f"reads a tensor that cannot be cut by rows {name}", False
+        if entry is None and not isinstance(call.func, torch._ops.OpOverload):
+            return f"no rule for {call.func.name()}", False
+        # what depends on nothing of the batch gives the same in every part
+        if not numbers and not call.batched(*call.tensors):
+            if any(_storage_key(t) in self.storage_ids for t in call.written):
+                is_part = any(_storage_key(t) in self._batch_storages for t in call.written)
+                return (f"changes some rows of the batch {name}", False) if is_part else (f"{STATE} {name}", True)
+            return "", False
+        if entry is None:
+            if torch.Tag.dynamic_output_shape in call.func.tags:
+                return f"has an output size that depends on the data {name}", False
+            return f"no rule for {str(call.func).rpartition('.')[0]}", False
+        if numbers - entry.sizes:
+            return f"uses the batch size as a number {name}", False
+        try:
+            verdict = entry.rule(call)
+        except Exception as error:  # noqa: BLE001 (a rule that fails does not accept)
+            return f"the rule failed with {type(error).__name__} {name}", False
+        if not entry.answers_for_writes and any(call.axis(t) is None for t in call.written):
+            return f"{STATE} {name}", False
+        if isinstance(verdict, str):
+            return f"{verdict} {name}", False
+        claimed = verdict if isinstance(verdict, tuple) else (verdict,) * len(call.outs)
+        if claimed != tuple(call.axis(t) for t in call.outs) or any(self.sizes.is_whole(t) for t in call.outs):
+            return f"mixes rows of the batch {name}", False
+        if any(_has_no_rows(t, call.axis(t)) for t in call.written):
+            return f"writes rows that share their memory {name}", False
+        return "", False
+
+    # ------------------------------------------------------------------------ 5
+
+    def finish(self, heard: _Heard, op: str, reason: str, value: Any) -> NodeFacts:
+        self.keep(value)
+        tensors = tensors_in(value)
+        keys = list(dict.fromkeys(_storage_key(t) for t in tensors))
+        existed = set(self.storage_ids)
+        for key in keys:
+            self.storage_ids.setdefault(key, len(self.storage_ids))
+        self._batch_storages.update(_storage_key(t) for t in tensors if id(t) in self.opaque or any(map(self.sizes.has_batch, t.shape)))
+        if op in ("placeholder", "get_attr", "output"):
+            return NodeFacts()
+        # a node that dispatches nothing hands on what it was given: getitem, dropout in eval mode
+        read = heard.read if heard.calls else set(keys)
+        reasons = [(reason, False)] if reason else sorted(heard.reasons, key=lambda r: r[1])
+        writes = heard.written & existed
+        return NodeFacts(
+            unsplittable=reasons[0][0] if reasons else "",
+            writes_state=bool(reasons) and all(is_state for _, is_state in reasons),
+            reads=frozenset(self.storage_ids[key] for key in read & existed),
+            writes=frozenset(self.storage_ids[key] for key in writes),
+            makes=frozenset(self.storage_ids[key] for key in keys if key not in existed),
+            uses=tuple(heard.uses),
+            is_view=bool(tensors) and not writes and existed.issuperset(keys),
+            macs=heard.macs,
+            calls=tuple(heard.calls),
+        )
+
+
+# ---------------------------------------------------------------------------- small questions
+
+
+def _storage_key(tensor: torch.Tensor) -> Any:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without storage
+        return ("tensor", id(tensor))
+
+
+def _is_random(call: Call) -> bool:
+    """Tagged ops include attention and dropout, which draw nothing when the probability is 0 or the model in eval mode."""
+    is_off = call.get("dropout_p") == 0 or call.get("train") is False or call.get("training") is False
+    return torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ()) and not is_off
+
+
+def _has_no_rows(tensor: torch.Tensor, axis: int | None) -> bool:
+    stride = tensor.stride(axis) if axis is not None else None
+    return isinstance(stride, int) and stride == 0
+
+
+def _macs(call: Call) -> int:
+    formula = flop_registry.get(getattr(call.func, "overloadpacket", call.func))
+    if formula is None:
+        return 0
+    args = list(call.arguments.values())
+    try:
+        return _hint(formula(*args, out_val=call.outs[0])) // 2
+    except Exception:  # noqa: BLE001 (a count for the cost model: better none than no analysis)
+        return 0
+
+
+def _hint(number: Any) -> int:
+    if isinstance(number, torch.SymInt):
+        return number.node.hint if number.node.has_hint() else 1
+    return int(number)
+
+
+@contextlib.contextmanager
+def _functorch_stack_kept() -> Iterator[None]:
+    """A graph whose closing bracket of a vmap could not be run must not leave the vmap open."""
+    depth = len(torch._C._functorch.get_interpreter_stack() or ())
+    try:
+        yield
+    finally:
+        while len(torch._C._functorch.get_interpreter_stack() or ()) > depth:
+            torch._C._functorch.pop_dynamic_layer_stack()

@@ -1,0 +1,297 @@
+"""Model -> captured graphs: `df.compile`, and the backend that `torch.compile(model, backend="dynaflow")` finds.
+
+`df.compile` marks the batch dynamic before Dynamo looks, so that one capture serves every batch size. What runs is torch.compile
+with our backend: guards, graph breaks and Python side effects are Dynamo's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses import fake_impls
+from torch.fx.experimental import _config as fx_config
+from torch.utils import _pytree as pytree
+
+from dynaflow.engine import CapturedGraph, serialised
+from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
+from dynaflow.settings import TOTAL, Settings, Stats, read_settings
+
+log = logging.getLogger("dynaflow")
+
+# id(tensor) -> its batch dim, while df.compile's callable is being captured
+_batch_dims: ContextVar[Mapping[int, int] | None] = ContextVar("dynaflow_batch_dims", default=None)
+
+
+# -- the backend
+
+
+def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    """torch.compile's way in. `options` are df.compile's keyword arguments."""
+    if mode not in (None, "default"):
+        raise OptionError(f"mode={mode!r} is a mode of Inductor; dynaflow has none.", fix="leave mode out; options={'strategy': ...} sets the strategy")
+    return capture(gm, inputs, read_settings(**dict(options or {})))
+
+
+def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph: type[CapturedGraph] = CapturedGraph) -> CapturedGraph:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["example_value"] for n in placeholders]
+    dims = _batch_dims.get()
+    if dims is None:
+        axes = _guess_axes(placeholders, fakes, settings)
+    else:
+        axes = {n.name: dims[id(x)] for n, x in zip(placeholders, inputs) if id(x) in dims}
+    symbols = set()
+    for node, fake in zip(placeholders, fakes):
+        if node.name in axes:
+            size = fake.shape[axes[node.name]]
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                symbols.add(size.node.expr)
+    axes = {name: axis for name, axis in axes.items() if _has_symbol(fakes[[n.name for n in placeholders].index(name)].shape[axis], symbols)}
+    with quiet_convolutions():
+        return graph(gm, fakes, axes, symbols, settings)
+
+
+def _has_symbol(size: Any, symbols: set[Any]) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols & symbols)
+
+
+def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:
+    """Without df.compile: the same dim of every input that has the first one's size there."""
+    axis = settings.batch if settings.batch is not None else 0
+    if not isinstance(axis, int):
+        raise OptionError("a mapping for batch= needs df.compile: a backend does not see argument names.", fix="give one dim, or use df.compile")
+    tensors = [(n, f) for n, f in zip(placeholders, fakes) if isinstance(f, torch.Tensor) and f.dim() > axis and not _is_parameter(n)]
+    if not tensors:
+        return {}
+    size = tensors[0][1].shape[axis]
+    hint = size if isinstance(size, int) else size.node.hint
+    if isinstance(size, int) and settings.batch is None and type(settings.strategy).__name__ != "Sequential":
+        dynamic = [f"{n.name} dim {d}" for n, f in tensors for d, s in enumerate(f.shape) if isinstance(s, torch.SymInt)]
+        if dynamic:
+            raise AmbiguousBatch(
+                f"dim 0 of the first input ({tensors[0][0].name}) is fixed at {size}; the batch could be: {', '.join(dynamic)}.",
+                fix="say which: options={'batch': dim}, or use df.compile(model, batch=...)")  # fmt: skip
+    same = [(n, f) for n, f in tensors if (f.shape[axis] if isinstance(f.shape[axis], int) else f.shape[axis].node.hint) == hint]
+    return {n.name: axis for n, _ in same}
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_parameters_" in node.name or "_buffers_" in node.name
+
+
+@contextmanager
+def quiet_convolutions() -> Iterator[None]:
+    """Keep the fake convolution from asking whether the batch is 16 or more (NNPACK's rule), which would cut captures in two."""
+    op = torch.ops.aten.convolution.default
+    original = fake_impls.op_implementations_dict[op]
+
+    @functools.wraps(original)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with torch.backends.nnpack.flags(enabled=False):
+            return original(*args, **kwargs)
+
+    fake_impls.op_implementations_dict[op] = quiet
+    try:
+        yield
+    finally:
+        fake_impls.op_implementations_dict[op] = original
+
+
+# -- df.compile
+
+
+def compile(
+    model: Any,
+    *,
+    strategy: Any = "auto",
+    partition: Any = "auto",
+    batch: int | Mapping[str, int] | None = None,
+    strict: bool = False,
+    runtime: str = "auto",
+    part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+) -> Any:
+    """Run `model` (a module or a function) under the plans that `strategy` makes.
+
+    A module comes back as an object of the same class that shares everything with the original (parameters, buffers, hooks,
+    attributes, state_dict) and whose calls are compiled. A function comes back as a function.
+
+    batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
+                  tensor argument that has the first one's size
+    strict        raise instead of falling back to the sequential graph
+    runtime       "auto" (CUDA streams or CPU threads), "threads", "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
+    part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
+    """
+    name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+    settings = read_settings(
+        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, part_context=part_context, name=name
+    )
+    compiled = Compiled(model, settings)
+    if not isinstance(model, torch.nn.Module):
+        return functools.update_wrapper(compiled, model)
+    return _twin(model, compiled)
+
+
+def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
+    """An object of the model's class with the model's own __dict__, whose calls are compiled."""
+    cls = type(model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    def copy_of_the_model(self: Any, memo: Any) -> Any:
+        from copy import deepcopy
+
+        return deepcopy(model, memo)
+
+    namespace = {
+        "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce__": lambda self: model.__reduce__(),
+    }  # fmt: skip
+    twin = object.__new__(type(cls.__name__, (cls,), namespace))
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    return twin
+
+
+class Compiled:
+    """A callable that captures on first sight of a new kind of input and then runs plans."""
+
+    def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph):
+        self.model, self.settings = model, settings
+        self._call = torch.compile(_entry(model), backend=functools.partial(capture, settings=settings, graph=graph))
+        self._seen: set[Any] = set()
+        function = model.forward if isinstance(model, torch.nn.Module) else model
+        settings.parameters = tuple(inspect.signature(function).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls_before = self.settings.stats.calls
+        result = self._capture_or_call(args, kwargs)
+        if self.settings.stats.calls == calls_before:
+            self._nothing_captured()
+        return result
+
+    def _nothing_captured(self) -> None:
+        reason = "Dynamo ran this call without capturing a graph (its own warning says why; often the recompile limit)"
+        if self.settings.strict:
+            raise FellBack(f"{self.settings.name}: {reason}.", fix="raise torch._dynamo.config.recompile_limit, or see TORCH_LOGS=recompiles")
+        if self.settings.count_fallback(reason):
+            log.warning("%s: %s", self.settings.name, reason)
+
+    def _capture_or_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors(args, kwargs)
+        signature = tuple([t.shape for t in tensors])
+        if signature in self._seen:
+            return self._call(*args, **kwargs)
+        dims = self.batch_dims(args, kwargs, tensors)
+        for tensor in tensors:
+            if id(tensor) in dims:
+                torch._dynamo.maybe_mark_dynamic(tensor, dims[id(tensor)])
+        token = _batch_dims.set(dims)
+        try:
+            with fx_config.patch(backed_size_oblivious=True, use_duck_shape=False), quiet_convolutions():
+                result = self._call(*args, **kwargs)
+        finally:
+            _batch_dims.reset(token)
+        self._seen.add(signature)
+        return result
+
+    def batch_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[int, int]:
+        """id(tensor) -> batch dim, for every tensor in the arguments that carries the batch."""
+        batch = self.settings.batch
+        if isinstance(batch, Mapping):
+            return self._named_dims(batch, args, kwargs, tensors)
+        dim = 0 if batch is None else batch
+        first = next((t for t in tensors if t.dim() > dim), None)
+        if first is None:
+            return {}
+        return {id(t): dim for t in tensors if t.dim() > dim and t.shape[dim] == first.shape[dim]}
+
+    def _named_dims(
+        self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> dict[int, int]:
+        named = {**dict(zip(self.settings.parameters, args)), **kwargs}
+        dims: dict[int, int] = {}
+        sizes: dict[str, int] = {}
+        for name, dim in batch.items():
+            if name not in named:
+                candidates = [f"{n} {list(t.shape)}" for n, t in named.items() if isinstance(t, torch.Tensor)]
+                raise AmbiguousBatch(
+                    f"batch= names '{name}', which is not among this call's arguments.", why=f"candidates: {', '.join(candidates) or 'none'}",
+                    fix="use the names of forward's arguments")  # fmt: skip
+            for tensor in _tensors((named[name],), {}):
+                if dim >= tensor.dim():
+                    raise AmbiguousBatch(f"batch= says dim {dim} of '{name}', which has {tensor.dim()} dims.", fix="count dims from 0")
+                dims[id(tensor)] = dim
+                sizes[f"{name} dim {dim}"] = int(tensor.shape[dim])
+        if len(set(sizes.values())) > 1:
+            raise AmbiguousBatch(
+                "the arguments that batch= names disagree on the batch size.", why=", ".join(f"{k}: {v}" for k, v in sizes.items()),
+                fix="name only arguments that carry the batch")  # fmt: skip
+        return dims
+
+
+def _entry(model: Any) -> Callable[..., Any]:
+    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+
+
+_LEAVES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every tensor in the arguments, those inside plain objects (a KV cache) too."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def visit(thing: Any, depth: int) -> None:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, _LEAVES) or depth > 6 or id(thing) in seen:
+            return
+        elif isinstance(thing, Mapping):
+            seen.add(id(thing))
+            for item in thing.values():
+                visit(item, depth + 1)
+        elif isinstance(thing, (list, tuple)):
+            for item in thing:
+                visit(item, depth + 1)
+        elif not isinstance(thing, (torch.nn.Module, type)) and not callable(thing):
+            seen.add(id(thing))
+            leaves = pytree.tree_leaves(thing)
+            for item in leaves if len(leaves) != 1 or leaves[0] is not thing else vars(thing).values() if hasattr(thing, "__dict__") else ():
+                visit(item, depth + 1)
+
+    for thing in (*args, *kwargs.values()):
+        visit(thing, 0)
+    return found
+
+
+def of(fast: Any) -> Compiled:
+    """The Compiled behind what df.compile returned."""
+    compiled = fast if isinstance(fast, Compiled) else getattr(type(fast), "_dynaflow", None)
+    if compiled is None:
+        raise OptionError(f"{fast!r} was not made by df.compile.")
+    return compiled
+
+
+def stats(fast: Any = None) -> Stats:
+    """Counters of what df.compile returned; of the whole process without an argument."""
+    return TOTAL if fast is None else of(fast).settings.stats
+
+
+def run_serialised(fast: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `fast` with the same plan on one stream: the reference that plans are bit-equal to."""
+    with serialised():
+        return fast(*args, **kwargs)

@@ -1,0 +1,188 @@
+"""What a strategy may look at, and the record of what it did look at.
+
+A plan is valid wherever the strategy would have seen the same. So every look is written down as a predicate that holds:
+`batch_size >= 64` for a comparison, `tag.phase == 'decode'` for a value. A strategy that only compares the batch size with
+64 gets one plan for all sizes from 64 up.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+
+_tags: ContextVar[Mapping[str, Any]] = ContextVar("dynaflow_tags", default={})
+
+
+@contextmanager
+def context(**tags: Any) -> Iterator[None]:
+    """Tags for the calls inside: `with df.context(phase="decode"): fast(x)`. Strategies read them as `flow.context.tags`."""
+    token = _tags.set({**_tags.get(), **tags})
+    try:
+        yield
+    finally:
+        _tags.reset(token)
+
+
+def current_tags() -> Mapping[str, Any]:
+    return _tags.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One predicate that held when the strategy looked."""
+
+    name: str
+    compare: str
+    value: Any
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        return _COMPARE[self.compare](facts.get(self.name), self.value)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.compare} {self.value!r}"
+
+
+class Size:
+    """A number that remembers how it was looked at: comparisons as such, everything else as its exact value."""
+
+    __slots__ = ("_name", "_value", "_looks")
+
+    def __init__(self, name: str, value: int, looks: dict[Look, None]):
+        self._name, self._value, self._looks = name, value, looks
+
+    def _compared(self, compare: str, other: Any) -> bool:
+        if isinstance(other, Size):
+            other = int(other)
+        held = _COMPARE[compare](self._value, other)
+        self._looks[Look(self._name, compare if held else _OPPOSITE[compare], other)] = None
+        return held
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared("<", other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared("<=", other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(">", other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(">=", other)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared("==", other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared("!=", other)
+
+    def __index__(self) -> int:
+        self._looks[Look(self._name, "==", self._value)] = None
+        return self._value
+
+    __int__ = __index__
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __bool__(self) -> bool:
+        return self._compared("!=", 0)
+
+    def __repr__(self) -> str:
+        return repr(int(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+
+def _arithmetic(name: str) -> Any:
+    function = getattr(operator, name.strip("_")) if hasattr(operator, name.strip("_")) else None
+
+    def forward(self: Size, other: Any) -> Any:
+        return function(int(self), int(other) if isinstance(other, Size) else other)  # type: ignore[misc]
+
+    def backward(self: Size, other: Any) -> Any:
+        return function(other, int(self))  # type: ignore[misc]
+
+    return forward, backward
+
+
+for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
+    _forward, _backward = _arithmetic(_name)
+    setattr(Size, f"__{_name}__", _forward)
+    setattr(Size, f"__r{_name}__", _backward)
+
+
+class _Facts(Mapping[str, Any]):
+    """A mapping whose every look-up is written down."""
+
+    def __init__(self, prefix: str, facts: Mapping[str, Any], looks: dict[Look, None]):
+        self._prefix, self._facts, self._looks = prefix, facts, looks
+
+    def _look(self, key: str) -> Any:
+        value = self._facts.get(self._prefix + key)
+        self._looks[Look(self._prefix + key, "==", value)] = None
+        return value
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._look(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._look(key)
+        return default if value is None else value
+
+    def __contains__(self, key: object) -> bool:
+        return self._look(str(key)) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        names = [name.removeprefix(self._prefix) for name in self._facts if name.startswith(self._prefix)]
+        for name in names:
+            self._look(name)
+        return iter(names)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class Context:
+    """`flow.context`: the facts of one call. `looks` is what the strategy read, the key of its plan.
+
+    `batch_size`, `shapes[arg]`, `dtypes[arg]`, `device`, `needs_grad`, `tags[name]`.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]):
+        self._facts = facts
+        self._looks: dict[Look, None] = {}
+        self.shapes = _Facts("shape.", facts, self._looks)
+        self.dtypes = _Facts("dtype.", facts, self._looks)
+        self.tags = _Facts("tag.", facts, self._looks)
+
+    @property
+    def batch_size(self) -> Any:
+        return Size("batch_size", self._facts["batch_size"], self._looks)
+
+    @property
+    def device(self) -> str:
+        return self._exact("device")
+
+    @property
+    def needs_grad(self) -> bool:
+        return self._exact("needs_grad")
+
+    def _exact(self, name: str) -> Any:
+        self._looks[Look(name, "==", self._facts.get(name))] = None
+        return self._facts.get(name)
+
+    @property
+    def looks(self) -> tuple[Look, ...]:
+        return tuple(self._looks)

@@ -1,0 +1,276 @@
+"""A captured graph under plans: plan once per context, bind once per sizes, run on every call.
+
+1. `CapturedGraph(...)` analyses and partitions the graph, at capture.
+2. A call looks up its sizes and tags. Known: the bound plan runs. New sizes: a plan whose looks hold is bound to them. Else the
+   strategy runs, and its plan is synchronised, placed and verified before anything is launched.
+3. Whatever cannot be planned runs as the sequential graph: said once in the log, counted, raised instead when strict.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+
+import torch
+from torch import fx
+
+from dynaflow import errors
+from dynaflow.batching import Facts, analyse
+from dynaflow.context import Context, Look, current_tags
+from dynaflow.ir import Flow, Part, Plan, evaluate
+from dynaflow.memory import place
+from dynaflow.partition import partition
+from dynaflow.planner import run_strategy, sequential_plan
+from dynaflow.replacement import check_replacement
+from dynaflow.runtime import cuda, fake, threads
+from dynaflow.runtime.lanes import Run, is_profiling
+from dynaflow.runtime.program import Binder, Bound, Program
+from dynaflow.settings import Settings
+from dynaflow.strategies import Sequential
+from dynaflow.sync import synchronise
+from dynaflow.units import Built, Sources, build
+from dynaflow.verify import verify, verify_memory
+
+log = logging.getLogger("dynaflow")
+
+_serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
+
+
+@contextmanager
+def serialised() -> Iterator[None]:
+    """Calls inside run the same plans on one stream."""
+    token = _serialised.set(True)
+    try:
+        yield
+    finally:
+        _serialised.reset(token)
+
+
+class Rows(NamedTuple):
+    """A part as a `part_context` function sees it: which rows of this call's batch."""
+
+    part: Part
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A strategy's plan for one context. `binder` is None when the strategy gave up."""
+
+    plan: Plan
+    looks: tuple[Look, ...]
+    binder: Binder | None
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        return all(look.holds(facts) for look in self.looks)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Why a context runs the sequential graph."""
+
+    reason: str
+    error: errors.DynaFlowError | None = None
+    # the strategy is Sequential: nothing was given up
+    is_wanted: bool = False
+
+
+def finish_plan(flow: Flow, plan: Plan) -> Plan:
+    """synchronise, place, verify: what stands between a strategy's launches and a plan that may run."""
+    plan = place(flow, synchronise(flow, plan))
+    verify(plan, flow)
+    return plan
+
+
+class CapturedGraph:
+    """One graph that Dynamo captured. Callable with the graph's inputs."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], settings: Settings):
+        self.gm, self.settings = gm, settings
+        self.refusal: Fallback | None = None
+        self.plans: list[Planned] = []
+        self._bound: dict[Any, Bound | Fallback] = {}
+        self._serial: dict[Any, Bound] = {}
+        try:
+            self._analyse(inputs, axes, symbols)
+        except errors.DynaFlowError as error:
+            self.refusal = Fallback(str(error), error)
+        settings.graphs.append(self)
+        settings.count(captures=1)
+
+    # -- 1. capture
+
+    def _analyse(self, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any]) -> None:
+        began = time.perf_counter()
+        with torch.no_grad():
+            self.facts: Facts = analyse(self.gm, inputs, axes, symbols)
+        sources = Sources(self.gm.graph, self.facts)
+        groups = partition(self.gm.graph, self.facts, sources, self.settings.partition)
+        self.built: Built = build(self.gm, self.facts, sources, groups, sorted(map(str, symbols)),
+                                  self.settings.name, self.settings.parameters)  # fmt: skip
+        flow = self.flow = self.built.program.flow
+        self._order = tuple(self.built.sizes[s] for s in flow.symbols)
+        self._batch_at = [i for i, s in enumerate(flow.symbols) if s in flow.batch]
+        self._names = [(i, name) for i, name in enumerate(self.built.inputs) if name is not None]
+        self._mutated = {flow.value[v].storage for op in flow.ops for v in op.mutates if flow.value[v].role in ("input", "param")}
+        devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
+        self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
+        num_whole = sum(bool(op.unsplittable) for op in flow.ops)
+        log.info("captured %s: %d nodes, %d ops (%d only over the whole batch) in %.0f ms", flow.label, len(self.gm.graph.nodes),
+                 len(flow.ops), num_whole, (time.perf_counter() - began) * 1e3)  # fmt: skip
+
+    # -- 2. calls
+
+    def __call__(self, *args: Any) -> Any:
+        self.settings.count(calls=1)
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._fall_back(Fallback("gradients are needed: the sequential graph runs under autograd"), args)
+        if self.refusal is not None:
+            return self._fall_back(self.refusal, args)
+        sizes = tuple([args[i] if d is None else args[i].shape[d] for i, d in self._order])
+        tags = current_tags()
+        key = (sizes, tuple(tags.items())) if tags else sizes
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._prepare(key, sizes, tags, args)
+        if type(bound) is Fallback:
+            if not is_profiling() or bound.error is not None:
+                return self._fall_back(bound, args)
+            bound = self._sequential(sizes)
+        elif self._mutated and not self._aliases_as_captured(args):
+            return self._fall_back(Fallback("inputs share memory that were separate when the graph was captured"), args)
+        elif _serialised.get():
+            bound = self._serial_bound(key, sizes)
+        return self._run(bound, args)
+
+    def _prepare(self, key: Any, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
+        """What runs for sizes and tags that are seen for the first time."""
+        with self.settings.lock:
+            if key not in self._bound:
+                try:
+                    self._bound[key] = self._bind(sizes, tags, args)
+                except errors.DynaFlowError as error:
+                    if self.settings.strict:
+                        raise
+                    self._bound[key] = Fallback(str(error), error)
+            return self._bound[key]
+
+    def _bind(self, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
+        batch_sizes = {sizes[i] for i in self._batch_at}
+        if len(batch_sizes) > 1:
+            raise errors.AmbiguousBatch(
+                f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
+                fix="pass batch={argument: dim} to df.compile")  # fmt: skip
+        facts = self.call_facts(args, next(iter(batch_sizes), 1), tags)
+        planned = next((p for p in self.plans if p.holds(facts)), None)
+        if planned is None:
+            planned = self.plan(facts)
+            self.plans.append(planned)
+        if planned.binder is None:
+            return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
+        bound = planned.binder.bind(dict(zip(self.flow.symbols, sizes)))
+        verify_memory(self.flow, planned.plan, bound.memory)
+        self.settings.count(binds=1)
+        return bound
+
+    def call_facts(self, args: Sequence[Any], batch_size: int, tags: Mapping[str, Any]) -> dict[str, Any]:
+        """What a strategy may look at."""
+        facts: dict[str, Any] = {"batch_size": batch_size, "device": str(self.device), "needs_grad": False}
+        for i, name in self._names:
+            if self.flow.value[name].role == "input":
+                facts[f"shape.{name}"] = tuple(int(d) for d in args[i].shape)
+                facts[f"dtype.{name}"] = str(args[i].dtype).removeprefix("torch.")
+        facts.update((f"tag.{name}", value) for name, value in tags.items())
+        return facts
+
+    def plan(self, facts: Mapping[str, Any]) -> Planned:
+        """Run the strategy in this context; synchronise, place and verify what it did."""
+        began = time.perf_counter()
+        context = Context(facts)
+        planner = run_strategy(
+            self.flow, self.settings.strategy, context,
+            check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
+        )  # fmt: skip
+        plan = planner.finish()
+        self.settings.count(plans=1)
+        if plan.reason:
+            return Planned(plan, context.looks, None)
+        plan = finish_plan(self.flow, plan)
+        program = self.built.program
+        binder = Binder(plan, Program(program.flow, program.units, program.layouts, planner.functions))
+        log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
+                 len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
+        return Planned(plan, context.looks, binder)
+
+    def _serial_bound(self, key: Any, sizes: tuple[int, ...]) -> Bound:
+        with self.settings.lock:
+            if key not in self._serial:
+                bound = self._bound[key]
+                assert isinstance(bound, Bound)
+                self._serial[key] = Binder(bound.plan.serialised(), bound.program).bind(dict(zip(self.flow.symbols, sizes)))
+            return self._serial[key]
+
+    def _sequential(self, sizes: tuple[int, ...]) -> Bound:
+        """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""
+        plan = finish_plan(self.flow, sequential_plan(self.flow, "profiled"))
+        return Binder(plan, self.built.program).bind(dict(zip(self.flow.symbols, sizes)))
+
+    def _run(self, bound: Bound, args: Sequence[Any]) -> Any:
+        settings, built = self.settings, self.built
+        values = {name: args[i] for i, name in self._names}
+        runtime, _, order = settings.runtime.partition(":")
+        with torch.no_grad():
+            tensors, outputs = bound.tensors(values, poison=runtime == "fake")
+            run = Run(bound, tensors, self._part_contexts(bound))
+            if runtime == "fake":
+                fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
+            elif runtime == "serial":
+                fake.issue(bound, run)
+            elif self.device.type == "cuda" and runtime != "threads":
+                cuda.issue(bound, run, self.device)
+            else:
+                threads.issue(bound, run)
+            settings.count(planned_calls=1, launches=bound.num_launches, part_launches=bound.num_part_launches)
+            values.update(outputs)
+            epilogue = built.epilogue
+            return epilogue.fn(*[values[a] if type(a) is str else evaluate(a.text, bound.sizes) for a in epilogue.args])
+
+    def _part_contexts(self, bound: Bound) -> dict[Part, Any]:
+        function = self.settings.part_context
+        if function is None:
+            return {}
+        rows = [Rows(*row) for row in bound.rows]
+        managers = list(function(rows)) if rows else []
+        if len(managers) != len(rows):
+            raise errors.OptionError(
+                f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
+        return {row.part: manager for row, manager in zip(rows, managers)}
+
+    def _aliases_as_captured(self, args: Sequence[Any]) -> bool:
+        """No input that the graph changes shares its storage with another one, unless it did so at capture."""
+        owner: dict[int, str] = {}
+        value = self.flow.value
+        for i, name in self._names:
+            if value[name].role == "input" and (pointer := args[i].untyped_storage().data_ptr()):
+                mine = value[name].storage
+                other = owner.setdefault(pointer, mine)
+                if other != mine and (mine in self._mutated or other in self._mutated):
+                    return False
+        return True
+
+    # -- 3. fall back
+
+    def _fall_back(self, why: Fallback, args: Sequence[Any]) -> Any:
+        if not why.is_wanted:
+            if self.settings.strict:
+                raise why.error or errors.FellBack(
+                    f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",
+                    fix="strict=False runs the sequential graph instead, and counts it")  # fmt: skip
+            if self.settings.count_fallback(why.reason):
+                log.warning("%s falls back to the sequential graph: %s", self.settings.name, why.reason)
+        return self.gm(*args)

@@ -1,0 +1,164 @@
+"""`df.explain`: what a strategy would do with a model, before anything of it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+import torch
+
+from dynaflow.capture import Compiled
+from dynaflow.context import current_tags
+from dynaflow.engine import CapturedGraph, finish_plan
+from dynaflow.ir import Flow, Plan, evaluate
+from dynaflow.memory import bind_memory
+from dynaflow.planner import sequential_plan
+from dynaflow.settings import read_settings
+from dynaflow.verify import verify
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One captured graph."""
+
+    flow: Flow
+    plan: Plan
+    verdict: str
+    arena_bytes: int
+    sequential_bytes: int
+    # op -> bytes copied because a layout keeps the batch from being outermost
+    copies: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*self._partition(), "", *self._plan(), "", *self._memory(), f"verify     {self.verdict}"])
+
+    def _partition(self) -> list[str]:
+        flow = self.flow
+        batch = f"batch {' = '.join(flow.batch)}" if flow.batch else "no batch axis"
+        lines = [f"flow {flow.label}: {len(flow.ops)} ops, {batch}"]
+        width = max((len(op.name) for op in flow.ops), default=0)
+        for op in flow.ops:
+            values = [v for v in op.reads if flow.value[v].role != "param"]
+            num_params = len(op.reads) - len(values)
+            reads = ", ".join([*values, *([f"{num_params} params"] if num_params else [])]) or "-"
+            line = f"  {op.name:<{width}}  {op.kind:<8} reads {reads} | writes {', '.join(op.writes) or '-'}"
+            if op.mutates:
+                line += f" | mutates {', '.join(op.mutates)}"
+            if op.uses:
+                line += f" | uses {', '.join(op.uses)}"
+            lines.append(line)
+        whole = [op for op in flow.ops if op.unsplittable]
+        lines.append(f"  {len(flow.ops) - len(whole)} ops can be split; {len(whole)} run over the whole batch" + (":" if whole else ""))
+        lines.extend(f"    {op.name:<{width}}  {op.unsplittable}" for op in whole)
+        return lines
+
+    def _plan(self) -> list[str]:
+        plan = self.plan
+        head = f"plan       {len(plan.launches)} launches, {len(plan.streams)} streams, {len(plan.waits)} waits"
+        if plan.context:
+            head += f", where {' and '.join(plan.context)}"
+        if plan.reason:
+            return [f"plan       sequential: {plan.reason}"]
+        return [head, plan.grid()]
+
+    def _memory(self) -> list[str]:
+        ratio = f" ({self.arena_bytes / self.sequential_bytes:.2f}x)" if self.sequential_bytes else ""
+        lines = [f"place      arena {_bytes(self.arena_bytes)}, sequential {_bytes(self.sequential_bytes)}{ratio}"]
+        lines.extend(f"           {name}: {_bytes(n)} copied, its batch is not the outermost dim" for name, n in self.copies)
+        return lines
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `df.explain` returns: print it. `flow` and `plan` are the first graph's."""
+
+    graphs: tuple[Explained, ...]
+
+    @property
+    def flow(self) -> Flow:
+        return self.graphs[0].flow
+
+    @property
+    def plan(self) -> Plan:
+        return self.graphs[0].plan
+
+    def __str__(self) -> str:
+        breaks = f"{len(self.graphs)} graphs (the model breaks the graph {len(self.graphs) - 1} times)\n" if len(self.graphs) > 1 else ""
+        return breaks + "\n\n".join(map(str, self.graphs))
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
+class InspectedGraph(CapturedGraph):
+    """Plans on every call, raising a strategy's mistakes; computes with the sequential graph and undoes what that changed."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.explained: list[Explained] = []
+
+    def __call__(self, *args: Any) -> Any:
+        if self.refusal is not None:
+            raise self.refusal.error or AssertionError(self.refusal.reason)
+        sizes = tuple(args[i] if d is None else args[i].shape[d] for i, d in self._order)
+        self.inspect(args, dict(zip(self.flow.symbols, (int(s) for s in sizes))))
+        names = dict(self._names)
+        changed = [args[i] for i, name in names.items() if self.flow.value[name].storage in self._mutated]
+        before = [t.clone() for t in changed]
+        with torch.no_grad():
+            result = self.gm(*args)
+            # What the caller gets must not show the undoing below.
+            kept = {t.untyped_storage().data_ptr() for t in changed}
+            result = tuple(r.clone() if isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in kept else r for r in result)
+            for tensor, old in zip(changed, before):
+                tensor.copy_(old)
+        return result
+
+    def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
+        batch_size = sizes[self.flow.batch[0]] if self.flow.batch else 1
+        planned = self.plan(self.call_facts(args, batch_size, current_tags()))
+        reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
+        plan = planned.plan if planned.binder is not None else finish_plan(self.flow, planned.plan)
+        if planned.binder is not None:
+            planned.binder.bind(sizes)
+        copies = [
+            (v.name, evaluate(v.nbytes, sizes)) for v in self.flow.values
+            if (layout := self.built.program.layouts.get(v.name)) is not None and layout.expected is not None
+        ]  # fmt: skip
+        self.explained.append(Explained(
+            self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
+            bind_memory(self.flow, reference, sizes).arena_bytes, tuple(copies),
+        ))  # fmt: skip
+
+
+def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[InspectedGraph], **options: Any) -> list[Any]:
+    """Call `model` once with every captured graph made by `graph`; the graphs in order of capture."""
+    name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+    settings = read_settings(name=name, strict=True, **options)
+    args, kwargs = inputs
+    Compiled(model, settings, graph)(*args, **kwargs)
+    return settings.graphs
+
+
+def read_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One argument, a tuple of arguments, or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def explain(
+    model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None
+) -> Explanation:
+    """The partition, what each op reads, writes and mutates, what cannot be split and why, the plan, its waits, its memory against
+    the sequential plan's, and the verifier's verdict. Mistakes of the strategy are raised. Nothing of `model` is changed.
+
+    `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments.
+    """
+    graphs = inspected(model, read_inputs(inputs), InspectedGraph, strategy=strategy, partition=partition, batch=batch)
+    return Explanation(tuple(e for g in graphs for e in g.explained))

@@ -1,0 +1,345 @@
+"""The records that every phase reads and writes: frozen, ordered, printable.
+
+    Value   a tensor that crosses an op boundary           layers.0.attn:0  f32[s0,16,64]  batch axis 0
+    Op      one schedulable unit                           layers.0.attn  compute  reads x  writes layers.0.attn:0
+    Part    rows [lo/of, hi/of) of the batch               1/2        3:8/17        (nothing for the whole batch)
+    Flow    the ops in program order, their values and what depends on what
+    Plan    streams, steps (launch, record, wait) in host order, and which values share memory
+
+Nothing here imports torch. `dynaflow.text` prints plans and parses them back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Iterable, Mapping, NamedTuple
+
+KINDS = ("compute", "memory", "network", "copy")
+
+# The stream that the caller's own work is on. It exists in every plan: steps start after it, and it continues after them.
+CALLER = "caller"
+
+# The event that the caller's stream records before the first step.
+START = "start"
+
+
+class Part(NamedTuple):
+    """Rows [lo/of, hi/of) of the batch. Of B rows it holds [B*lo//of, B*hi//of): parts that tile, tile for every B."""
+
+    lo: int
+    hi: int
+    of: int
+
+    def bounds(self, batch_size: int) -> tuple[int, int]:
+        return batch_size * self.lo // self.of, batch_size * self.hi // self.of
+
+    @property
+    def is_whole(self) -> bool:
+        return self.lo == 0 and self.hi == self.of
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return "" if self.of == 1 else f"0:{self.of}/{self.of}"
+        return f"{self.lo}/{self.of}" if self.hi == self.lo + 1 else f"{self.lo}:{self.hi}/{self.of}"
+
+
+WHOLE = Part(0, 1, 1)
+
+
+def equal_parts(num_parts: int) -> tuple[Part, ...]:
+    return tuple(Part(k, k + 1, num_parts) for k in range(num_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses an op boundary (or is an input, a parameter or an output of the flow)."""
+
+    # unique; `op:index` for what an op makes, the argument's name for inputs
+    name: str
+    # sizes as expressions over the flow's symbols: ("s0", "16", "64")
+    shape: tuple[str, ...]
+    # torch's name without the prefix: "float32"
+    dtype: str
+    # bytes as an expression over the flow's symbols; a multiple of the batch size where `axis` is not None
+    nbytes: str
+    # the dim that the batch is cut along; None: every part sees the whole value
+    axis: int | None
+    # "input" and "param" come from the caller, "temp" lives in the arena, "output" goes to the caller
+    role: str
+    # values with the same storage are the same memory (aliased inputs); mostly the value's own name
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One schedulable unit. What it touches is complete: values read, values made, values changed in place, tokens used."""
+
+    name: str
+    # one of KINDS
+    kind: str
+    # values read
+    reads: tuple[str, ...]
+    # values made
+    writes: tuple[str, ...]
+    # values changed in place
+    mutates: tuple[str, ...] = ()
+    # tokens: "rng" (users keep program order), "group:<name>" (users are ordered, in any order that all ranks share)
+    uses: tuple[str, ...] = ()
+    # why it must run over the whole batch; empty when it may be split
+    unsplittable: str = ""
+    # the module it came from, for people
+    module: str = ""
+
+
+class Access(NamedTuple):
+    """One op's touch of one storage. `by_rows`: a part touches its own rows only."""
+
+    storage: int
+    by_rows: bool
+    is_write: bool
+
+
+class Edge(NamedTuple):
+    """Op `before` must finish before op `after`: row by row, or (not by_rows) all parts before any."""
+
+    before: int
+    after: int
+    by_rows: bool
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The partitioned graph: ops in program order."""
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    # values handed to the caller, in order (a value may appear twice)
+    outputs: tuple[str, ...]
+    # symbols that mean the batch size, and all symbols
+    batch: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+    @cached_property
+    def value(self) -> dict[str, Value]:
+        return {v.name: v for v in self.values}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    def op(self, name: str) -> Op:
+        return self.ops[self.index[name]]
+
+    @cached_property
+    def storages(self) -> tuple[str, ...]:
+        """Storages and tokens, in order of first appearance."""
+        names = dict.fromkeys(v.storage for v in self.values)
+        names.update(dict.fromkeys(token for op in self.ops for token in op.uses))
+        return tuple(names)
+
+    @cached_property
+    def storage_index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.storages)}
+
+    @cached_property
+    def accesses(self) -> tuple[tuple[Access, ...], ...]:
+        """Per op: every storage touched, once; a write covers a read. Aliased storages are never touched by rows."""
+        num_views: dict[str, int] = {}
+        for v in self.values:
+            num_views[v.storage] = num_views.get(v.storage, 0) + 1
+        table = []
+        for op in self.ops:
+            touched: dict[int, Access] = {}
+
+            def touch(name: str, is_write: bool) -> None:
+                v = self.value[name]
+                s = self.storage_index[v.storage]
+                by_rows = not op.unsplittable and v.axis is not None and num_views[v.storage] == 1
+                old = touched.get(s)
+                touched[s] = Access(s, by_rows and (old is None or old.by_rows), is_write or (old is not None and old.is_write))
+
+            for name in op.reads:
+                touch(name, False)
+            for name in (*op.mutates, *op.writes):
+                touch(name, True)
+            for token in op.uses:
+                s = self.storage_index[token]
+                touched[s] = Access(s, False, True)
+            table.append(tuple(touched.values()))
+        return tuple(table)
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Program order over conflicting accesses, without what is already implied by a write in between.
+
+        Tokens of process groups make no edge: their users may run in any order, as long as it is one order.
+        """
+        last_write: dict[int, tuple[int, bool]] = {}
+        reads_since: dict[int, list[tuple[int, bool]]] = {}
+        free_order = {self.storage_index[t] for op in self.ops for t in op.uses if t.startswith("group:")}
+        edges: dict[tuple[int, int], bool] = {}
+
+        def edge(before: int, after: int, by_rows: bool) -> None:
+            edges[before, after] = edges.get((before, after), True) and by_rows
+
+        for i, accesses in enumerate(self.accesses):
+            for s, by_rows, is_write in accesses:
+                if s in free_order:
+                    continue
+                if s in last_write:
+                    j, rows = last_write[s]
+                    edge(j, i, rows and by_rows)
+                if is_write:
+                    for j, rows in reads_since.pop(s, ()):
+                        if j != i:
+                            edge(j, i, rows and by_rows)
+                    last_write[s] = (i, by_rows)
+                else:
+                    reads_since.setdefault(s, []).append((i, by_rows))
+        return tuple(Edge(a, b, rows) for (a, b), rows in edges.items())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Eight hex digits over everything a plan depends on; the same in every process."""
+        text = repr((self.values, self.ops, self.outputs, self.batch, self.symbols))
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}.{self.fingerprint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    name: str
+    # lower runs first, as in CUDA
+    priority: int = 0
+    # how many SMs it gets for itself; None: all of them, shared
+    sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One op on one part on a stream; or one function in the place of several (`replace`)."""
+
+    calls: tuple[tuple[str, Part], ...]
+    stream: str
+    # qualified name of the function that stands in for the calls
+    replace: str = ""
+    # file:line of the strategy, for errors; no part of the plan's identity
+    where: str = field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        names = [f"{op} {part}".rstrip() for op, part in self.calls]
+        return names[0] if not self.replace else f"{self.replace}[{', '.join(names)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    event: str
+    stream: str
+
+
+Step = Launch | Record | Wait
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run, in host order. Immutable; `str(plan)` and `Plan.parse` are inverse."""
+
+    # label of the flow it belongs to
+    flow: str
+    streams: tuple[Stream, ...]
+    steps: tuple[Step, ...]
+    # (value, slot): values of one slot share memory, one after the other; values without a slot do not live in the arena
+    slots: tuple[tuple[str, int], ...] = ()
+    # what the strategy read from its context: ("batch_size >= 64",)
+    context: tuple[str, ...] = ()
+    # why this plan is sequential; empty when a strategy made it
+    reason: str = ""
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(s for s in self.steps if type(s) is Launch)
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        return tuple(s for s in self.steps if type(s) is Wait)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Distinct parts that are launched, without the whole batch, in order of first use."""
+        seen = dict.fromkeys(part for launch in self.launches for _, part in launch.calls)
+        return tuple(part for part in seen if not part.is_whole)
+
+    def serialised(self) -> Plan:
+        """The same launches, parts and replacements on the caller's stream: the reference for bit-equality."""
+        steps = tuple(replace(s, stream=CALLER) for s in self.launches)
+        return replace(self, streams=(), steps=steps)
+
+    def __str__(self) -> str:
+        from dynaflow import text
+
+        return text.print_plan(self)
+
+    @staticmethod
+    def parse(source: str) -> Plan:
+        from dynaflow import text
+
+        return text.parse_plan(source)
+
+    def save(self, path: Any) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(str(self))
+
+    @staticmethod
+    def load(path: Any) -> Plan:
+        with open(path, encoding="utf-8") as file:
+            return Plan.parse(file.read())
+
+    def grid(self) -> str:
+        from dynaflow.view.grid import grid
+
+        return grid(self)
+
+    def diff(self, other: Plan) -> str:
+        from dynaflow.view.diff import diff
+
+        return diff(self, other)
+
+
+# ---------------------------------------------------------------------------- sizes
+
+_SIZE_FUNCTIONS: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min, "Max": max, "Min": min}
+
+
+@lru_cache(maxsize=65536)
+def _code(expression: str) -> Any:
+    return compile(expression, "<size>", "eval")
+
+
+def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
+    """The number that a size expression means under `sizes`. Expressions are Python over the flow's symbols."""
+    if expression.isdigit():
+        return int(expression)
+    return int(eval(_code(expression), _SIZE_FUNCTIONS, sizes))  # noqa: S307 (expressions are ours, printed from shapes)
+
+
+def tiles(parts: Iterable[Part]) -> bool:
+    """Whether the parts cover the batch exactly once, for every batch size."""
+    at = (0, 1)
+    for part in sorted(parts, key=lambda p: p.lo / p.of):
+        if part.lo * at[1] != at[0] * part.of or part.hi <= part.lo or part.hi > part.of:
+            return False
+        at = (part.hi, part.of)
+    return at[0] == at[1]

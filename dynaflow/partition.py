@@ -1,0 +1,304 @@
+"""Graph -> groups of nodes, one per op.
+
+Contract: every node that computes or changes something is in exactly one group, groups are in program order, and running the
+groups one after the other is running the graph. Views and sizes belong to no group: whoever needs one makes its own (`units.py`).
+
+1. Every node gets a key: the user's mark, function or module rule that claims it; else (partition="auto") its module, with
+   attention, collectives and large matrix products on their own; else nothing.
+2. Consecutive nodes with the same key form a group.
+3. What must not be in the same op as its neighbours moves out: a change of state without batch axis happens once, behind its
+   group; nodes that mix the batch and nodes that do not depend on it are parted from those that can be split.
+4. auto: a group that only continues its predecessor joins it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from dynaflow.annotate import MARK, Rule, SplitFunc, SplitModule
+from dynaflow.batching import Facts
+from dynaflow.errors import OptionError, PartitionError
+from dynaflow.units import Sources, clean_name
+
+# A matrix product is large when it is at least this share of the graph's multiply-accumulates.
+LARGE_SHARE = 1e-3
+
+COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "_dtensor.")
+ATTENTION = ("scaled_dot_product", "flex_attention", "flash_attn", "_attention")
+
+
+@dataclass
+class Group:
+    """The nodes of one op."""
+
+    name: str
+    nodes: list[fx.Node]
+    module: str = ""
+    kind: str | None = None
+    splittable: bool | None = None
+    # "rule": the user said so and it stays whole; "auto" and "rest" may be cut further; "shared", "state" were moved out
+    origin: str = "rest"
+    is_anchor: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequence[Rule | str] = "auto") -> list[Group]:
+    is_auto, rules = _read_rules(rules)
+    nodes = [n for n in graph.nodes if sources.computes(n)]
+    keys = _keys(nodes, facts, rules, is_auto)
+    groups: list[Group] = []
+    previous: Any = None
+    for node in nodes:
+        key, group = keys[node]
+        if key != previous:
+            groups.append(replace(group, nodes=[]))
+            previous = key
+        groups[-1].nodes.append(node)
+    groups = [piece for group in groups for piece in _part_state(group, facts)]
+    groups = [piece for group in groups for piece in _part_mixing(group, facts)]
+    groups = _part_shared(groups, facts, sources)
+    if is_auto:
+        groups = _join_chains(groups, sources)
+    _name(groups)
+    return groups
+
+
+def _read_rules(rules: str | Sequence[Rule | str]) -> tuple[bool, list[Rule]]:
+    given = [rules] if isinstance(rules, (str, SplitModule, SplitFunc)) else list(rules)
+    for rule in given:
+        if rule != "auto" and not isinstance(rule, (SplitModule, SplitFunc)):
+            raise OptionError(
+                f"partition got {rule!r}.", fix='use "auto", df.SplitModule(...), df.SplitFunc(...) or a list of them')
+    return "auto" in given, [r for r in given if not isinstance(r, str)]
+
+
+# -- 1. keys
+
+
+def module_path(node: fx.Node) -> list[tuple[str, Any]]:
+    """The modules around a node, outermost first: (qualified name, class)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [(clean_name(name), cls) for name, cls in stack.values()]
+
+
+def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) -> dict[fx.Node, tuple[Any, Group]]:
+    total_macs = sum(facts.nodes[n].macs for n in nodes)
+    matched: set[Rule] = set()
+    keys: dict[fx.Node, tuple[Any, Group]] = {}
+    called: dict[fx.Node, tuple[Any, Group]] = {}
+    run = 0
+    last_trace: dict[Any, tuple[int, str]] = {}
+    for position, node in enumerate(nodes):
+        info, path = facts.nodes[node], module_path(node)
+        module = path[-1][0] if path else ""
+        custom = (node.meta.get("custom") or {}).get(MARK)
+        if custom:
+            name, _, kind = custom.partition("|")
+            keys[node] = (("mark", module, name), Group(f"{module}.{name}".strip("."), [], module, kind or None, None, "rule"))
+            continue
+        rule = next((r for r in rules if isinstance(r, SplitFunc) and _calls(node, info.calls, r.function)), None)
+        producer = next((called[a] for a in node.all_input_nodes if a in called), None)
+        if rule is None and producer is not None and _continues_collective(node, info.calls):
+            keys[node] = called[node] = producer
+            continue
+        if rule is not None:
+            matched.add(rule)
+            frame = _frame(node, rule.function)
+            if frame and last_trace.get(rule) == (position - 1, frame):
+                keys[node] = keys[nodes[position - 1]]
+            else:
+                run += 1
+                name = f"{module}.{getattr(rule.function, '__name__', str(rule.function)).split('.')[0]}".strip(".")
+                keys[node] = (("function", run), Group(name, [], module, rule.kind, rule.splittable, "rule"))
+            last_trace[rule] = (position, frame)
+            called[node] = keys[node]
+            continue
+        module_rule = next(((n, r) for n, cls in reversed(path) for r in rules if isinstance(r, SplitModule) and r.matches(n, cls)), None)
+        if module_rule is not None:
+            name, rule_ = module_rule
+            matched.add(rule_)
+            keys[node] = (("module", name), Group(name, [], name, rule_.kind, rule_.splittable, "rule"))
+        elif is_auto:
+            is_anchor = is_large(info, total_macs)
+            label = _anchor_name(info.calls, module) if is_anchor else module
+            keys[node] = (("anchor", node.name) if is_anchor else ("auto", module), Group(label, [], module, None, None, "auto", is_anchor))
+        else:
+            keys[node] = (("rest",), Group(module or node.name, [], module, None, None, "rest"))
+    for rule in rules:
+        if rule not in matched:
+            known = sorted({n for node in nodes for n, _ in module_path(node)})[:6]
+            raise PartitionError(
+                f"{rule} matches nothing in the captured graph.", why=f"modules there: {', '.join(known) or 'none'} ...",
+                fix="print df.explain(model, inputs) for the names; functions must be called in the forward pass")  # fmt: skip
+    return keys
+
+
+def is_large(info: Any, total_macs: int) -> bool:
+    return info.macs > LARGE_SHARE * total_macs or any(_is_collective(c) or any(a in c for a in ATTENTION) for c in info.calls)
+
+
+def _is_collective(call: str) -> bool:
+    return call.startswith(COLLECTIVES)
+
+
+def _anchor_name(calls: tuple[str, ...], module: str) -> str:
+    for call in calls:
+        if "scaled_dot_product" in call:
+            return f"{module}.sdpa".strip(".")
+        if _is_collective(call) or any(a in call for a in ATTENTION):
+            return f"{module}.{call.split('.')[1]}".strip(".")
+    return module
+
+
+def _continues_collective(node: fx.Node, calls: tuple[str, ...]) -> bool:
+    """wait_tensor, and the copy back into the argument, belong to the collective before them."""
+    return any("wait_tensor" in c for c in calls) or (bool(calls) and all(c.startswith("aten.copy_") for c in calls))
+
+
+_IN_PLACE_COLLECTIVES = {
+    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather_into_tensor", "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "all_to_all_single": "all_to_all_single", "broadcast": "broadcast", "all_gather": "all_gather_into_tensor",
+}  # fmt: skip
+
+
+def _calls(node: fx.Node, calls: tuple[str, ...], function: Any) -> bool:
+    """Whether a node is (part of) a call of `function`."""
+    if node.target is function:
+        return True
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = str(function)
+        return any(c == name or c.rpartition(".")[0] == name for c in calls)
+    if getattr(function, "__module__", "").startswith("torch.distributed"):
+        wanted = _IN_PLACE_COLLECTIVES.get(function.__name__.rstrip("_"), function.__name__)
+        return any(_is_collective(c) and c.split(".")[1].rstrip("_").startswith(wanted) for c in calls)
+    if node.op == "call_method" and getattr(function, "__name__", None) == node.target:
+        return getattr(torch.Tensor, str(node.target), None) is function
+    return bool(_frame(node, function))
+
+
+def _frame(node: fx.Node, function: Any) -> str:
+    """The stack trace down to the call of a Python function, if the node was made inside of it; else empty."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    for i, line in enumerate(lines):
+        match = re.match(r'\s*File "(.+)", line (\d+), in (.+)', line)
+        if match and match[1] == code.co_filename and match[3].split(".")[-1] == code.co_name:
+            return "\n".join(lines[:i])  # without the lines inside: all of one call share it
+    return ""
+
+
+# -- 3. what moves out
+
+
+def _part_state(group: Group, facts: Facts) -> list[Group]:
+    """A change of state without batch axis moves behind the group, if nothing in the group looks at the state afterwards."""
+    moved = []
+    for i, node in enumerate(group.nodes):
+        info = facts.nodes[node]
+        if info.writes_state and not any(info.writes & (facts.nodes[n].reads | facts.nodes[n].writes) for n in group.nodes[i + 1 :]):
+            moved.append(node)
+    if not moved or len(moved) == len(group.nodes):
+        return [group]
+    rest = replace(group, nodes=[n for n in group.nodes if n not in moved])
+    return [rest, Group(f"{group.name}.state", moved, group.module, "memory", None, "state")]
+
+
+def _part_mixing(group: Group, facts: Facts) -> list[Group]:
+    if group.origin not in ("auto", "rest"):
+        return [group]
+    pieces: list[Group] = []
+    for node in group.nodes:
+        mixes = bool(facts.nodes[node].unsplittable)
+        if not pieces or pieces[-1].extra["mixes"] != mixes:
+            pieces.append(replace(group, nodes=[], extra={"mixes": mixes}))
+        pieces[-1].nodes.append(node)
+    return pieces
+
+
+def _part_shared(groups: list[Group], facts: Facts, sources: Sources) -> list[Group]:
+    """In a group that can be split, what does not depend on the batch and is needed elsewhere is computed once, before it."""
+    home = {node: i for i, group in enumerate(groups) for node in group.nodes}
+    users = sources.users_of_roots()
+    result: list[Group] = []
+    for i, group in enumerate(groups):
+        if group.splittable is not True and any(facts.nodes[n].unsplittable for n in group.nodes):
+            result.append(group)
+            continue
+        lonely = [n for n in group.nodes if not sources.carries_batch(n)]
+        seeds = [n for n in lonely if any(home.get(u) != i for u in users.get(n, ()))]
+        if not seeds or len(lonely) == len(group.nodes):
+            result.append(group)
+            continue
+        wanted: set[fx.Node] = set()
+        stack = list(seeds)
+        inside = set(group.nodes)
+        while stack:
+            node = stack.pop()
+            if node in wanted:
+                continue
+            wanted.add(node)
+            stack.extend(r for r in sources.root_inputs(node) if r in inside)
+        # What changes memory that the moved nodes read must stay behind them: give up rather than reorder.
+        if any(facts.nodes[n].writes for n in group.nodes) and any(sources.carries_batch(n) for n in wanted):
+            result.append(group)
+            continue
+        result.append(Group(f"{group.name}.shared", [n for n in group.nodes if n in wanted], group.module, None, None, "shared"))
+        result.append(replace(group, nodes=[n for n in group.nodes if n not in wanted]))
+    return result
+
+
+# -- 4. auto: chains
+
+
+def _join_chains(groups: list[Group], sources: Sources) -> list[Group]:
+    users = sources.users_of_roots()
+    result: list[Group] = []
+    for group in groups:
+        before = result[-1] if result else None
+        if before is not None and _continues(before, group, sources, users):
+            before.nodes.extend(group.nodes)
+            continue
+        result.append(replace(group, nodes=list(group.nodes)))
+    return result
+
+
+def _continues(before: Group, group: Group, sources: Sources, users: dict[fx.Node, set[fx.Node]]) -> bool:
+    """All that the group takes comes from `before` (or is a parameter), and nobody else takes from `before`."""
+    if group.is_anchor or group.origin != "auto" or before.origin != "auto":
+        return False
+    if before.extra.get("mixes", False) != group.extra.get("mixes", False):
+        return False
+    inside, own = set(before.nodes), set(group.nodes)
+    if before.extra.get("mixes", False):
+        return before.module == group.module
+    for node in group.nodes:
+        for root in sources.root_inputs(node):
+            if root not in own and root not in inside and not sources.is_parameter(root):
+                return False
+    return all(user in own or user in inside for node in before.nodes for user in users.get(node, ()))
+
+
+def _name(groups: Iterable[Group]) -> None:
+    taken: set[str] = set()
+    for group in groups:
+        base = group.name or _function_name(group.nodes[0])
+        name, number = base, 0
+        while name in taken:
+            number += 1
+            name = f"{base}.{number}"
+        taken.add(name)
+        group.name = re.sub(r"[\s@,\[\]#]", "_", name)
+
+
+def _function_name(node: fx.Node) -> str:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return name.rpartition(".")[2] if target is not operator.getitem else node.name

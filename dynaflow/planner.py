@@ -1,0 +1,397 @@
+"""Flow + Strategy -> launches, in the order in which the strategy executed them.
+
+Contract: every op of the flow is launched over every row exactly once, and never before an op that it depends on. Waits and
+memory are not decided here (`sync.py`, `memory.py`). The planner never looks at tensors.
+
+1. The strategy declares splits and streams.
+2. On the first look at ready ops, each op and its parts become items, and the flow's edges become edges between items.
+3. `execute` turns ready items into one launch and makes their successors ready.
+4. When the strategy returns, nothing may be left.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from itertools import accumulate
+from types import FrameType
+from typing import Any, Callable, Iterable, Sequence
+
+from dynaflow import errors
+from dynaflow.context import Context
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, tiles
+from dynaflow.text import NAME
+
+# A strategy that looks this often without executing anything will not get anywhere.
+MAX_IDLE_LOOKS = 10_000
+
+
+class ReadyOp:
+    """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not)."""
+
+    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "cost_us")
+
+    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, cost_us: float | None):
+        self._planner, self._item, self.op, self.part = planner, item, op, part
+        self.name, self.kind, self.depth, self.cost_us = op.name, op.kind, depth, cost_us
+
+    @property
+    def users(self) -> list[ReadyOp]:
+        return [self._planner._handles[i] for i in self._planner._successors[self._item]]
+
+    @property
+    def is_ready(self) -> bool:
+        return self._item in self._planner._ready
+
+    def __repr__(self) -> str:
+        return f"{self.name} {self.part}".rstrip()
+
+
+class Planner:
+    """What a strategy sees as `flow`."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        context: Context,
+        costs_us: dict[str, float] | None = None,
+        check_replacement: Callable[[Callable[..., Any], Sequence[tuple[str, Part]], str], None] | None = None,
+    ):
+        self.flow, self.context = flow, context
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self._costs_us = costs_us or {}
+        self._check_replacement = check_replacement
+        self._default_parts: tuple[Part, ...] = (WHOLE,)
+        self._parts_of: dict[str, tuple[Part, ...]] = {}
+        self._streams: dict[str, Stream] = {}
+        self._declared: set[str] = set()
+        self._launches: list[Launch] = []
+        self._reason: str | None = None
+        self._handles: list[ReadyOp] = []
+        self._successors: list[list[int]] = []
+        self._num_unmet: list[int] = []
+        self._ready: dict[int, ReadyOp] = {}
+        self._done: bytearray = bytearray()
+        self._idle_looks = 0
+        self._lines: dict[tuple[str, int], str] = {}
+
+    # -- 1. what the strategy declares
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.flow.ops
+
+    def split(self, into: int | Sequence[int] | Sequence[float], *, ops: Any = None) -> None:
+        """Cut the batch: `split(2)`, sizes `split([3, 5, -1])` (-1: the rest), boundaries `split([0, 3, 8, 17])`, shares
+        `split([0.5, 0.3, 0.2])`. `ops` (a name, a glob, names, or a predicate over Op) limits it to some ops.
+
+        Ops that mix the batch run over all of it; naming one in `ops` is an error.
+        """
+        where = self._where(sys._getframe(1))
+        if self._handles:
+            raise errors.SplitTooLate(
+                "flow.split was called after the ready ops were looked at.", where=where,
+                fix="split first, then get_ready_ops and execute")  # fmt: skip
+        parts = self._parts(into, where)
+        if ops is None:
+            self._default_parts = parts
+            return
+        for op in self._select(ops, where):
+            if op.unsplittable and len(parts) > 1:
+                raise errors.UnsplittableOp(
+                    f"'{op.name}' cannot be split into {len(parts)} parts.", where=where, why=op.unsplittable,
+                    fix="leave it out of ops=: it then runs once over the whole batch")  # fmt: skip
+            self._parts_of[op.name] = parts
+
+    def stream(self, name: str, *, priority: int = 0, sms: int | None = None) -> str:
+        """Declare a stream. Returns its name, for `execute(..., stream=name)`."""
+        return self._declare(name, priority, sms, self._where(sys._getframe(1)))
+
+    def sequential(self, reason: str) -> None:
+        """Give up: run the graph as it is, and say why."""
+        self._reason = reason
+
+    # -- 2. items
+
+    def get_ready_ops(self) -> list[ReadyOp]:
+        """Items whose dependencies are all executed, in the order in which they became ready. Empty when all is done."""
+        if not self._handles and self.flow.ops:
+            self._make_items()
+        self._idle_looks += 1
+        if self._idle_looks > MAX_IDLE_LOOKS:
+            raise errors.StrategyStuck(
+                f"the strategy looked at the ready ops {MAX_IDLE_LOOKS:,} times in a row and executed none.",
+                where=self._where(sys._getframe(1)), why=f"ready: {self._names(self._ready.values())}",
+                fix="execute at least one ready op in every round")  # fmt: skip
+        return list(self._ready.values())
+
+    def find(self, name: str, part: Part | int = 0) -> ReadyOp:
+        """The item of op `name` on a part (or on the part with that index), ready or not."""
+        if not self._handles:
+            self._make_items()
+        if name not in self.flow.index:
+            raise self._unknown(name, self._where(sys._getframe(1)))
+        first, parts = self._first_item[name], self._parts_for(self.flow.op(name))
+        return self._handles[first + (parts.index(part) if isinstance(part, Part) else part)]
+
+    def _parts_for(self, op: Op) -> tuple[Part, ...]:
+        return (WHOLE,) if op.unsplittable else self._parts_of.get(op.name, self._default_parts)
+
+    def _make_items(self) -> None:
+        flow, handles = self.flow, self._handles
+        depth = [0] * len(flow.ops)
+        for before, after, _ in sorted(flow.edges, key=lambda e: e.after):
+            depth[after] = max(depth[after], depth[before] + 1)
+        self._first_item: dict[str, int] = {}
+        parts_of = []
+        for i, op in enumerate(flow.ops):
+            self._first_item[op.name] = len(handles)
+            parts = self._parts_for(op)
+            parts_of.append((len(handles), parts))
+            for part in parts:
+                handles.append(ReadyOp(self, len(handles), op, part, depth[i], self._costs_us.get(op.name)))
+        self._successors = [[] for _ in handles]
+        self._num_unmet = [0] * len(handles)
+        self._done = bytearray(len(handles))
+        for before, after, by_rows in flow.edges:
+            (a, a_parts), (b, b_parts) = parts_of[before], parts_of[after]
+            if by_rows and a_parts == b_parts:
+                pairs: Iterable[tuple[int, int]] = ((k, k) for k in range(len(a_parts)))
+            else:
+                pairs = (
+                    (j, k) for j, p in enumerate(a_parts) for k, q in enumerate(b_parts)
+                    if not by_rows or (p.lo * q.of < q.hi * p.of and q.lo * p.of < p.hi * q.of)
+                )  # fmt: skip
+            for j, k in pairs:
+                self._successors[a + j].append(b + k)
+                self._num_unmet[b + k] += 1
+        # Parts of one op that change the same state (no rows of their own) keep their order.
+        groups = {flow.storage_index[t] for op in flow.ops for t in op.uses if t.startswith("group:")}
+        for i, (first, parts) in enumerate(parts_of):
+            if len(parts) > 1 and any(a.is_write and not a.by_rows and a.storage not in groups for a in flow.accesses[i]):
+                for k in range(len(parts) - 1):
+                    self._successors[first + k].append(first + k + 1)
+                    self._num_unmet[first + k + 1] += 1
+        self._ready = {i: h for i, h in enumerate(handles) if self._num_unmet[i] == 0}
+
+    # -- 3. execute
+
+    def execute(self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None) -> None:
+        """Launch one ready op; or one op over several adjacent parts; or `replace`, one function, in the place of several.
+
+        `replace` gets the group's external inputs in order of first use and returns its external outputs in order.
+        """
+        where = self._where(sys._getframe(1))
+        if stream not in self._streams:
+            self._declare(stream, 0, None, where, is_use=True)
+        if type(ready) is ReadyOp and replace is None:
+            self._finish(ready, (ready,), where)
+            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where))
+            return
+        group = (ready,) if isinstance(ready, ReadyOp) else tuple(ready)
+        for item in group:
+            if not isinstance(item, ReadyOp):
+                raise errors.UnknownOp(
+                    f"flow.execute got {item!r}, which is no ready op.", where=where,
+                    fix="pass what flow.get_ready_ops() returned")  # fmt: skip
+        if not group:
+            raise errors.UnknownOp("flow.execute got an empty list.", where=where, fix="pass at least one ready op")
+        if replace is not None:
+            calls = tuple((item.name, item.part) for item in group)
+            name = self._function(replace, where)
+            if self._check_replacement is not None:
+                self._check_replacement(replace, calls, where)
+            for item in group:
+                self._finish(item, group, where)
+            self._launches.append(Launch(calls, stream, name, where))
+            return
+        part = self._joined(group, where)
+        for item in group:
+            self._finish(item, group, where)
+        self._launches.append(Launch(((group[0].name, part),), stream, "", where))
+
+    def _finish(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> None:
+        i = item._item
+        if item._planner is not self:
+            raise errors.UnknownOp(
+                f"'{item}' comes from another schedule.", where=where, fix="use the ready ops of this call of schedule(flow)")
+        if i not in self._ready:
+            raise self._not_ready(item, group, where)
+        del self._ready[i]
+        self._done[i] = 1
+        self._idle_looks = 0
+        num_unmet, handles, newly = self._num_unmet, self._handles, self._ready
+        for j in self._successors[i]:
+            num_unmet[j] -= 1
+            if not num_unmet[j]:
+                newly[j] = handles[j]
+
+    def _joined(self, group: Sequence[ReadyOp], where: str) -> Part:
+        first = group[0]
+        if any(item.op is not first.op for item in group):
+            raise errors.StrategyError(
+                f"flow.execute got different ops in one list: {self._names(group)}.", where=where,
+                fix="execute them one by one, or pass replace=fn to put one function in their place")  # fmt: skip
+        parts = sorted(item.part for item in group)
+        for left, right in zip(parts, parts[1:]):
+            if left.hi != right.lo:
+                raise errors.PartsDoNotTile(
+                    f"'{first.name}' cannot run once over the parts {', '.join(map(str, parts))}.", where=where,
+                    why=f"{left} and {right} are not adjacent rows", fix="pass adjacent parts")  # fmt: skip
+        joined = Part(parts[0].lo, parts[-1].hi, first.part.of)
+        return WHOLE if joined.is_whole else joined
+
+    # -- 4. the end
+
+    def finish(self) -> Plan:
+        """The launches as a Plan without waits, once the strategy returned."""
+        if self._reason is not None:
+            return sequential_plan(self.flow, self._reason, self._looks())
+        if not self._handles and self.flow.ops:
+            self._make_items()
+        left = [h for h in self._handles if not self._done[h._item]]
+        if left:
+            raise errors.OpNeverExecuted(
+                f"the strategy returned with {len(left)} of {len(self._handles)} ops left: {self._names(left)}.",
+                why=f"ready and not executed: {self._names(self._ready.values())}",
+                fix="loop until flow.get_ready_ops() is empty, or give up with flow.sequential(reason)")  # fmt: skip
+        used = dict.fromkeys(launch.stream for launch in self._launches)
+        streams = tuple(s for s in self._streams.values() if s.name in used and s.name != CALLER)
+        return Plan(self.flow.label, streams, tuple(self._launches), context=self._looks())
+
+    def _looks(self) -> tuple[str, ...]:
+        return tuple(str(look) for look in self.context.looks)
+
+    # -- what the checks need
+
+    def _parts(self, into: Any, where: str) -> tuple[Part, ...]:
+        if isinstance(into, int) or not hasattr(into, "__iter__"):
+            if int(into) < 1:
+                raise errors.PartsDoNotTile(f"flow.split({into}) makes no part.", where=where, fix="split into 1 part or more")
+            return equal_parts(int(into))
+        numbers = list(into)
+        if any(isinstance(n, float) for n in numbers):
+            ends = [Fraction(n).limit_denominator(10_000) for n in accumulate(numbers)]
+            if any(n <= 0 for n in numbers) or ends[-1] != 1:
+                raise errors.PartsDoNotTile(
+                    f"the shares {numbers} do not tile the batch.", where=where, why=f"they add up to {sum(numbers):g}",
+                    fix="give positive shares that add up to 1")  # fmt: skip
+            of = 1
+            for end in ends:
+                of = of * end.denominator // Fraction(of, end.denominator).numerator if of % end.denominator else of
+            marks = [0, *(int(end * of) for end in ends)]
+        else:
+            of = int(self.context.batch_size)
+            if numbers and numbers[0] == 0:
+                marks = [int(n) for n in numbers]
+            else:
+                sizes = [int(n) for n in numbers]
+                if sizes.count(-1) == 1:
+                    sizes[sizes.index(-1)] = of - (sum(sizes) + 1)
+                marks = [0, *accumulate(sizes)]
+        parts = tuple(Part(a, b, of) for a, b in zip(marks, marks[1:]))
+        if not parts or not tiles(parts):
+            raise errors.PartsDoNotTile(
+                f"flow.split({into!r}) does not tile the batch of {of} rows.", where=where,
+                why=f"the parts would be {', '.join(f'[{p.lo}, {p.hi})' for p in parts)}",
+                fix="give sizes that add up to the batch size, or rising boundaries from 0 to it")  # fmt: skip
+        return parts
+
+    def _select(self, ops: Any, where: str) -> list[Op]:
+        if callable(ops) and not isinstance(ops, (Op, ReadyOp)):
+            return [op for op in self.flow.ops if ops(op)]
+        wanted = [ops] if isinstance(ops, (str, Op, ReadyOp)) else list(ops)
+        found = []
+        for want in wanted:
+            pattern = want if isinstance(want, str) else want.name
+            matched = [op for op in self.flow.ops if op.name == pattern or fnmatchcase(op.name, pattern)]
+            if not matched:
+                raise self._unknown(pattern, where)
+            found.extend(matched)
+        return found
+
+    def _declare(self, name: str, priority: int, sms: int | None, where: str, is_use: bool = False) -> str:
+        if not isinstance(name, str) or NAME.fullmatch(name) is None:
+            raise errors.StreamConflict(f"{name!r} is no name for a stream.", where=where, fix="use a word without spaces, such as 'comm'")
+        new, old = Stream(name, priority, sms), self._streams.get(name)
+        if name == CALLER and not is_use:
+            raise errors.StreamConflict(
+                f"'{CALLER}' is the caller's own stream and cannot be declared.", where=where, fix="choose another name")
+        if old is not None and name in self._declared and old != new:
+            raise errors.StreamConflict(
+                f"stream '{name}' is declared twice with different settings.", where=where,
+                why=f"first {old}, now {new}", fix="declare it once")  # fmt: skip
+        if old is not None and name not in self._declared and old != new:
+            raise errors.StreamConflict(
+                f"stream '{name}' is declared after its first use.", where=where,
+                why="its launches already assume the default settings", fix="declare streams before executing on them")  # fmt: skip
+        if not is_use:
+            self._declared.add(name)
+        self._streams[name] = new
+        return name
+
+    def _function(self, function: Callable[..., Any], where: str) -> str:
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        name = name.replace("<locals>.", "").replace("<", "").replace(">", "")
+        if self.functions.setdefault(name, function) is not function:
+            raise errors.ReplacementMismatch(
+                f"two different replacement functions are both named {name}.", where=where,
+                why="a plan names functions by their qualified name", fix="give them different names")  # fmt: skip
+        return name
+
+    def _not_ready(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> errors.StrategyError:
+        if self._done[item._item]:
+            return errors.OpExecutedTwice(
+                f"'{item}' was executed twice.", where=where, fix="execute only what flow.get_ready_ops() returns now")
+        missing = [h for h in self._handles if not self._done[h._item] and item._item in self._successors[h._item]]
+        is_group = len(group) > 1
+        return errors.OpNotReady(
+            f"'{item}' is not ready.", where=where, why=f"it depends on {self._names(missing)}, not executed yet",
+            fix="order the group so that producers come first" if is_group else "execute those first")  # fmt: skip
+
+    def _unknown(self, pattern: str, where: str) -> errors.UnknownOp:
+        return errors.UnknownOp(
+            f"no op is named '{pattern}'.", where=where, why=f"the flow has {self._names(self.flow.ops)}",
+            fix="print df.explain(...) for the partition")  # fmt: skip
+
+    @staticmethod
+    def _names(items: Iterable[Any], most: int = 5) -> str:
+        names = [str(getattr(i, "name", i)) if isinstance(i, Op) else repr(i) for i in items]
+        return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "nothing"
+
+    def _where(self, frame: FrameType) -> str:
+        key = (frame.f_code.co_filename, frame.f_lineno)
+        text = self._lines.get(key)
+        if text is None:
+            text = self._lines[key] = f"{key[0]}:{key[1]}"
+        return text
+
+
+def sequential_plan(flow: Flow, reason: str, context: tuple[str, ...] = ()) -> Plan:
+    """Every op once, over the whole batch, in program order, on the caller's stream."""
+    steps = tuple(Launch(((op.name, WHOLE),), CALLER) for op in flow.ops)
+    return Plan(flow.label, (), steps, context=context, reason=reason)
+
+
+def plan(flow: Flow, strategy: Any, context: Context | None = None, **options: Any) -> Plan:
+    """Run the strategy once. The plan has launches alone: `synchronise` and `place` add the rest."""
+    return run_strategy(flow, strategy, context or Context({"batch_size": 64}), **options).finish()
+
+
+def run_strategy(flow: Flow, strategy: Any, context: Context, **options: Any) -> Planner:
+    planner = Planner(flow, context, **options)
+    try:
+        strategy.schedule(planner)
+    except errors.DynaFlowError:
+        raise
+    except Exception as error:
+        tb = error.__traceback__
+        while tb is not None and tb.tb_next is not None:
+            tb = tb.tb_next
+        where = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}" if tb is not None else ""
+        raise errors.StrategyRaised(
+            f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}", where=where,
+            fix="this is the strategy's own code; df.explain(model, inputs, strategy) raises it with the full traceback",
+        ) from error  # fmt: skip
+    return planner

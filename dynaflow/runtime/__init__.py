@@ -1,0 +1,1 @@
+"""run: issue a bound plan. Holds no policy."""

@@ -1,0 +1,82 @@
+"""CUDA streams: one host thread issues the instructions in host order.
+
+Values that cross streams live in the arena and in outputs, both allocated on the caller's stream before the first launch; the
+caller's stream continues after every side stream. So no tensor is freed while a stream uses it, and nothing calls `record_stream`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from dynaflow.errors import OptionError
+from dynaflow.ir import Stream
+from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.program import LAUNCH, RECORD, Bound
+from dynaflow.timeline import Span
+
+_streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
+_lock = threading.Lock()
+
+
+def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
+    """The CUDA stream behind a name: one per device, name and settings, shared by all plans."""
+    if stream.sms is not None:
+        raise OptionError(
+            f"stream '{stream.name}' asks for {stream.sms} SMs of its own, which this version cannot give.",
+            fix="leave sms=None: the stream then shares all SMs")  # fmt: skip
+    key = (device.index or 0, stream)
+    with _lock:
+        if key not in _streams:
+            _streams[key] = torch.cuda.Stream(device, priority=stream.priority)
+            with torch.cuda.stream(_streams[key]):
+                torch.cuda.current_blas_handle()  # made here: not in the middle of the first plan
+        return _streams[key]
+
+
+def issue(bound: Bound, run: Run, device: torch.device) -> None:
+    caller = torch.cuda.current_stream(device)
+    streams = [caller, *(side_stream(device, s) for s in bound.streams)]
+    events: dict[str, torch.cuda.Event] = {}
+    timed: list[tuple[Any, Any, Any]] = []
+    current = 0
+    origin = _mark(caller) if run.profile is not None else None
+    profile, run.profile = run.profile, None
+    try:
+        for code, s, what in bound.instructions:
+            if code == LAUNCH:
+                if s != current:
+                    torch.cuda.set_stream(streams[s])
+                    current = s
+                if profile is None:
+                    run.launch(what)
+                else:
+                    begin = _mark(streams[s])
+                    run.launch(what)
+                    timed.append((what, begin, _mark(streams[s])))
+                if run.error is not None:
+                    break
+            elif code == RECORD:
+                event = events[what] = torch.cuda.Event()
+                event.record(streams[s])
+            else:
+                streams[s].wait_event(events[what])
+    finally:
+        torch.cuda.set_stream(caller)
+        if run.error is not None:
+            for side in streams[1:]:
+                caller.wait_stream(side)
+    if profile is not None and origin is not None:
+        run.profile = profile
+        caller.synchronize()
+        for call, begin, end in timed:
+            run.spans.append(Span(run.stream_of(call), call.label, origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3))
+    run.close()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,140 @@
+"""A bound plan's instructions, issued for one call: what the runtimes have in common.
+
+A `Run` is one call in flight: its tensors, what it has written of the caller's, and the first error. A runtime is a function
+`issue(bound, run)`; after it returns (or raises), every launch has been issued and the caller may continue.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+
+from dynaflow.ir import Part
+from dynaflow.runtime.program import Bound, Call
+from dynaflow.timeline import Span, Timeline
+
+
+class Profile:
+    """Collects the timelines of the calls inside `df.profile()`; `timeline` is the last one."""
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+
+    @property
+    def timeline(self) -> Timeline:
+        if not self.timelines:
+            raise LookupError("no plan ran inside df.profile()")
+        return self.timelines[-1]
+
+
+_profile: ContextVar[Profile | None] = ContextVar("dynaflow_profile", default=None)
+
+
+def is_profiling() -> bool:
+    return _profile.get() is not None
+
+
+@contextmanager
+def profile() -> Iterator[Profile]:
+    """Measure the calls inside: `with df.profile() as p: fast(x)`, then `p.timeline`. CUDA calls are synchronised."""
+    holder = Profile()
+    token = _profile.set(holder)
+    try:
+        yield holder
+    finally:
+        _profile.reset(token)
+
+
+class Run:
+    """One call in flight."""
+
+    def __init__(self, bound: Bound, tensors: list[Any], part_contexts: Mapping[Part, Any] | None = None):
+        self.bound, self.tensors = bound, tensors
+        self.part_contexts = part_contexts or {}
+        self.written: dict[str, list[str]] = {}
+        self.error: BaseException | None = None
+        self.profile = _profile.get()
+        self.spans: list[Span] = []
+        self._t0 = time.perf_counter()
+
+    def launch(self, call: Call) -> None:
+        """Run one launch here and now, inside its part's context. The first error is kept; later launches are skipped."""
+        if self.error is not None:
+            return
+        begin = time.perf_counter()
+        try:
+            with self.context(call):
+                for name in call.mutates:
+                    self.written.setdefault(name, []).append(call.label)
+                call(self.tensors)
+        except BaseException as error:
+            error.add_note(self.story(call))
+            self.error = error
+        if self.profile is not None:
+            end = time.perf_counter()
+            self.spans.append(Span(self.stream_of(call), call.label, (begin - self._t0) * 1e6, (end - self._t0) * 1e6))
+
+    def stream_of(self, call: Call) -> str:
+        if not hasattr(self, "_streams"):
+            names = ["caller", *(s.name for s in self.bound.streams)]
+            self._streams = {id(i.what): names[i.stream] for i in self.bound.instructions if i.code == 0}
+        return self._streams[id(call)]
+
+    def context(self, call: Call) -> Any:
+        manager = self.part_contexts.get(call.part) if call.part is not None else None
+        if manager is None:
+            return nullcontext()
+        # A generator-based manager can be entered once; each launch gets its own.
+        recreate: Callable[[], Any] | None = getattr(manager, "_recreate_cm", None)
+        return recreate() if recreate is not None else manager
+
+    def story(self, call: Call) -> str:
+        """What a person needs to know of a launch that raised, as a note on its error."""
+        launches = [i.what for i in self.bound.instructions if i.code == 0]
+        written = ", ".join(f"{name} (by {', '.join(labels)})" for name, labels in self.written.items())
+        where = f", scheduled at {call.where}" if call.where else ""
+        return (
+            f"dynaflow: raised by '{call.label}' on {self.stream_of(call)} (launch {launches.index(call) + 1} of {len(launches)}{where}).\n"
+            f"dynaflow: tensors of yours that this call may have changed already: {written or 'none'}."
+        )
+
+    def close(self) -> None:
+        """The end of the call: hand over the timeline, raise the first error."""
+        if self.profile is not None and self.spans:
+            spans = tuple(sorted(self.spans, key=lambda s: s.start_us))
+            self.profile.timelines.append(Timeline(spans, title=self.bound.plan.flow))
+        if self.error is not None:
+            raise self.error
+
+
+class Ambient:
+    """Grad mode, inference mode and autocast of the caller, to be entered on another thread."""
+
+    def __init__(self) -> None:
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.threads = torch.get_num_threads()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+            self._set(self.autocast)
+            try:
+                yield
+            finally:
+                self._set(before)
+                torch.clear_autocast_cache()
+
+    @staticmethod
+    def _set(states: list[tuple[str, bool, torch.dtype]]) -> None:
+        for kind, enabled, dtype in states:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)

@@ -1,0 +1,96 @@
+"""What the user asked for, checked once; and what happened, counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable, Mapping, Sequence
+
+from dynaflow import strategies
+from dynaflow.annotate import Rule
+from dynaflow.errors import OptionError
+from dynaflow.strategy import Strategy
+
+_NAMED = {"sequential": strategies.Sequential, "two_batch": strategies.TwoBatch, "nano_batch": strategies.NanoBatch, "branches": strategies.Branches}
+RUNTIMES = ("auto", "cuda", "threads", "serial", "fake")
+
+
+@dataclass
+class Stats:
+    """Counters of one compiled callable (`df.stats(fast)`) or of the process (`df.stats()`)."""
+
+    captures: int = 0
+    # strategies run
+    plans: int = 0
+    # plans bound to new sizes
+    binds: int = 0
+    # calls of captured graphs, and those that ran under a plan
+    calls: int = 0
+    planned_calls: int = 0
+    # launches issued, and those of them that ran on a part of the batch
+    launches: int = 0
+    part_launches: int = 0
+    # reason -> calls that ran the sequential graph because of it
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+TOTAL = Stats()
+
+
+@dataclass
+class Settings:
+    strategy: Strategy
+    partition: str | Sequence[Rule | str] = "auto"
+    batch: int | Mapping[str, int] | None = None
+    strict: bool = False
+    runtime: str = "auto"
+    part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    name: str = "flow"
+    # names of the model's arguments, in order
+    parameters: tuple[str, ...] = ()
+    stats: Stats = field(default_factory=Stats)
+    # every captured graph, in order of capture
+    graphs: list[Any] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def count(self, **amounts: int) -> None:
+        for stats in (self.stats, TOTAL):
+            for name, amount in amounts.items():
+                setattr(stats, name, getattr(stats, name) + amount)
+
+    def count_fallback(self, reason: str) -> bool:
+        """Returns whether it is the first of its kind."""
+        self.stats.fallbacks[reason] += 1
+        TOTAL.fallbacks[reason] += 1
+        return self.stats.fallbacks[reason] == 1
+
+
+def read_strategy(strategy: Any) -> Strategy:
+    if strategy is None or strategy == "auto":
+        # Until there is a tuner, auto never splits a batch and never guesses.
+        return strategies.Sequential()
+    if isinstance(strategy, str):
+        if strategy not in _NAMED:
+            raise OptionError(f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))} or a df.Strategy")
+        return _NAMED[strategy]()
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        strategy = strategy()
+    if not callable(getattr(strategy, "schedule", None)):
+        raise OptionError(f"{strategy!r} is no strategy.", why="it has no schedule(flow)", fix="subclass df.Strategy")
+    return strategy
+
+
+def read_settings(**options: Any) -> Settings:
+    """Settings from keyword arguments; unknown or impossible ones are refused by name."""
+    known = {"strategy", "partition", "batch", "strict", "runtime", "part_context", "name"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
+    options["strategy"] = read_strategy(options.get("strategy"))
+    settings = Settings(**options)
+    if settings.runtime.partition(":")[0] not in RUNTIMES:
+        raise OptionError(f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
+    if settings.part_context is not None and not callable(settings.part_context):
+        raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
+    return settings

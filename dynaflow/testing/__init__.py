@@ -1,0 +1,15 @@
+"""The public kit for tests of strategies, plans and runtimes.
+
+    random_flow(seed)               a flow that runs, in exact integer arithmetic, with its reference result
+    RandomStrategy(seed, case)      every split, stream, order, merge and replacement that the interface allows
+    mutate(plan, flow, seed)        the plan with one mistake in it
+    show_wrong(plan, case, ...)     what an interleaving shows to be wrong with a plan; independent of the verifier
+    python -m dynaflow.testing.fuzz
+"""
+
+from dynaflow.testing.flows import Case, fuse, random_flow
+from dynaflow.testing.mutate import MUTATIONS, harmless_edit, mutate, mutate_memory
+from dynaflow.testing.oracle import show_wrong
+from dynaflow.testing.strategies import RandomStrategy
+
+__all__ = ["MUTATIONS", "Case", "RandomStrategy", "fuse", "harmless_edit", "mutate", "mutate_memory", "random_flow", "show_wrong"]

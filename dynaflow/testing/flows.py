@@ -1,0 +1,344 @@
+"""Random flows that run: exact integer arithmetic, so that any wrong order, row or byte changes the result.
+
+    case = random_flow(7)
+    expected = case.reference()                             # the ops in program order, on plain tensors
+    outputs = fake.run(plan, case.program, case.inputs(), case.sizes)
+
+An op hashes each input row to one number, mixes these numbers, and spreads the result over its outputs. Every wrong number
+anywhere ends up in some output with near certainty.
+
+    rows    [B, w]      the batch first
+    cols    [w, B]      the batch second; the buffer still has it outermost
+    twice   [2B, w]     two rows per row of the batch
+    state   [w]         no batch axis
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dynaflow.ir import Flow, Op, Part, Value
+from dynaflow.runtime.program import Expr, Layout, Program, Unit
+
+FORMS = ("rows", "cols", "twice", "state")
+_WEIGHTS = torch.tensor([random.Random(0).getrandbits(62) * 2 + 1 for _ in range(64)], dtype=torch.int64)
+_DTYPES = {"int64": torch.int64, "int32": torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A value as the generator sees it."""
+
+    name: str
+    form: str
+    # an expression: a number, or a symbol
+    width: str
+    dtype: str = "int64"
+
+    def value(self, role: str, storage: str) -> Value:
+        rows = {"rows": "s0", "cols": "s0", "twice": "2*s0", "state": ""}[self.form]
+        shape = {"rows": (rows, self.width), "cols": (self.width, rows), "twice": (rows, self.width), "state": (self.width,)}[self.form]
+        nbytes = f"{_DTYPES[self.dtype].itemsize}*" + "*".join(part for part in (rows, self.width) if part)
+        axis = {"rows": 0, "cols": 1, "twice": 0, "state": None}[self.form]
+        return Value(self.name, shape, self.dtype, nbytes, axis, role, storage)
+
+    def layout(self, is_mutated: bool, rng: random.Random) -> Layout:
+        stride = {"rows": (self.width, "1"), "cols": ("1", self.width), "twice": (self.width, "1"), "state": ("1",)}[self.form]
+        expected = ("s0", "1") if self.form == "cols" and not is_mutated and rng.random() < 0.3 else None
+        return Layout(_DTYPES[self.dtype], torch.device("cpu"), stride, expected)
+
+
+def _as_rows(tensor: torch.Tensor, form: str) -> torch.Tensor:
+    """A view [B, n] of a value that carries the batch."""
+    if form == "cols":
+        return tensor.t()
+    return tensor.view(tensor.shape[0] // 2, -1) if form == "twice" else tensor
+
+
+def _hash(tensor: torch.Tensor, form: str) -> torch.Tensor:
+    """One number per row of the batch; one number in all for a state."""
+    if form == "state":
+        return (tensor * _WEIGHTS[: tensor.shape[0]]).sum()
+    rows = _as_rows(tensor, form)
+    return (rows * _WEIGHTS[: rows.shape[1]]).sum(1)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """An op's function. Takes its inputs (and the number of rows, where it has no input with rows), returns its outputs."""
+
+    key: int
+    inputs: tuple[Spec, ...]
+    outs: tuple[Spec, ...]
+    # numbers of the inputs that are changed in place
+    mutated: tuple[int, ...]
+    mixes_batch: bool
+    # widths are symbols or numbers
+    sizes: dict[str, int]
+    # the emulated random state: a counter, shared by all ops of the flow
+    random_state: list[int] | None = None
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        number: Any = self.key
+        for i, (spec, tensor) in enumerate(zip(self.inputs, args)):
+            number = number + _hash(tensor, spec.form) * (2 * i + 3)
+        if self.random_state is not None:
+            self.random_state[0] = (self.random_state[0] * 6364136223846793005 + self.key) % 2**62
+            number = number + self.random_state[0]
+        if len(args) > len(self.inputs):
+            number = torch.zeros(int(args[-1]), dtype=torch.int64) + number
+        number = number ^ (number >> 23)
+        if self.mixes_batch and number.dim():
+            number = number + number.cumsum(0) + number.sum() * 5
+        for i in self.mutated:
+            self._change(args[i], self.inputs[i], number)
+        return tuple(self._make(spec, number, k) for k, spec in enumerate(self.outs))
+
+    def _change(self, tensor: torch.Tensor, spec: Spec, number: torch.Tensor) -> None:
+        if spec.form == "state":
+            tensor.mul_(5).add_(number.sum().to(tensor.dtype))
+        else:
+            rows = _as_rows(tensor, spec.form)
+            rows.mul_(5).add_((number[:, None] if number.dim() else number).to(tensor.dtype))
+
+    def _make(self, spec: Spec, number: torch.Tensor, k: int) -> torch.Tensor:
+        width = self.sizes[spec.width] if spec.width in self.sizes else int(spec.width)
+        if spec.form == "state":
+            return (number.sum() * _WEIGHTS[:width] + k).to(_DTYPES[spec.dtype])
+        columns = width * 2 if spec.form == "twice" else width
+        made = (number[:, None] * _WEIGHTS[:columns] + k).to(_DTYPES[spec.dtype])
+        return made.t() if spec.form == "cols" else made.view(-1, width)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A flow that runs: its program, sizes and inputs."""
+
+    seed: int
+    flow: Flow
+    program: Program
+    sizes: dict[str, int]
+    given: dict[str, torch.Tensor]
+    random_state: list[int] = field(repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        return self.sizes["s0"]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Fresh inputs and parameters, aliased as the flow says; and the random state as it was."""
+        self.random_state[0] = self.seed
+        stored = {storage: tensor.clone() for storage, tensor in self.given.items()}
+        return {v.name: stored[v.storage] for v in self.flow.values if v.role in ("input", "param")}
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        """Outputs and, after the call, inputs: from the ops in program order, on plain tensors."""
+        tensors = self.inputs()
+        for op in self.flow.ops:
+            unit = self.program.units[op.name]
+            args = [self.sizes[arg.text] if isinstance(arg, Expr) else tensors[arg] for arg in unit.args]
+            tensors.update(zip(unit.outs, unit.fn(*args)))
+        kept = {*self.flow.outputs, *(v.name for v in self.flow.values if v.role in ("input", "param"))}
+        return {name: tensor for name, tensor in tensors.items() if name in kept}
+
+
+def fuse(case: Case, calls: Sequence[tuple[str, Part]], name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """One function in the place of several calls: external inputs in order of first use, external outputs in order."""
+    flow, units = case.flow, case.program.units
+    whole = Part(0, 1, 1)
+
+    def key(value: str, part: Part) -> tuple[str, Part]:
+        return value, part if flow.value[value].axis is not None else whole
+
+    made: list[tuple[str, Part]] = []
+    wanted: dict[tuple[str, Part], None] = {}
+    for op_name, part in calls:
+        op = flow.op(op_name)
+        wanted.update(dict.fromkeys(k for v in (*op.reads, *op.mutates) if (k := key(v, part)) not in made))
+        made += [key(v, part) for v in op.writes]
+    inside = set(calls)
+    users: dict[str, set[str]] = {}
+    for op in flow.ops:
+        for value in (*op.reads, *op.mutates):
+            users.setdefault(value, set()).add(op.name)
+    results = [k for k in made if flow.value[k[0]].role == "output" or any((user, k[1]) not in inside for user in users.get(k[0], ()))]
+
+    def fused(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        table = dict(zip(wanted, tensors))
+        for op_name, part in calls:
+            unit = units[op_name]
+            made_now = unit.fn(*[table[key(arg, part)] for arg in unit.args if isinstance(arg, str)])
+            table.update(((key(out, part), tensor) for out, tensor in zip(unit.outs, made_now)))
+        return tuple(table[k] for k in results)
+
+    fused.__qualname__ = name
+    return fused
+
+
+# ---------------------------------------------------------------------------- the generator
+
+
+def random_flow(seed: int, num_ops: int | None = None) -> Case:
+    """A random DAG of 4 to 30 ops, with everything in it that makes plans go wrong. The same for the same seed."""
+    return _Generator(random.Random(seed)).make(seed, num_ops)
+
+
+class _Generator:
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.sizes = {"s0": rng.randint(4, 11), "s1": rng.randint(2, 5)}
+        self.random_state = [0]
+        # what ops may read, newest last; and per value where it comes from
+        self.specs: list[Spec] = []
+        self.role: dict[str, str] = {}
+        self.storage: dict[str, str] = {}
+        self.mutated: set[str] = set()
+        self.ops: list[Op] = []
+        self.mixers: dict[str, Mixer] = {}
+
+    def make(self, seed: int, num_ops: int | None) -> Case:
+        rng = self.rng
+        self._inputs()
+        choices = {
+            self._row_wise: 9, self._mixing: 2, self._in_place: 3, self._counter: 2, self._random: 1.5, self._collective: 3, self._source: 0.5,
+            self._reduce: 1,
+        }  # fmt: skip
+        for i in range(num_ops or rng.randint(4, 30)):
+            rng.choices(list(choices), list(choices.values()))[0](f"L{i // 4}.op{i}")
+        outputs = self._outputs()
+        values = tuple(spec.value(self.role[spec.name], self.storage[spec.name]) for spec in self.specs)
+        flow = Flow("random", values, tuple(self.ops), outputs, ("s0",), ("s0", "s1"))
+        units = {}
+        for op in self.ops:
+            mixer = self.mixers[op.name]
+            rows = () if any(spec.form != "state" for spec in mixer.inputs) or _is_state_only(mixer) else (Expr("s0"),)
+            units[op.name] = Unit(mixer, (*(spec.name for spec in mixer.inputs), *rows), op.writes)
+        layouts = {s.name: s.layout(s.name in self.mutated, rng) for s in self.specs if self.role[s.name] in ("temp", "output")}
+        return Case(seed, flow, Program(flow, units, layouts), self.sizes, self._given(), self.random_state)
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(31))
+        given: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            if self.role[spec.name] in ("input", "param") and self.storage[spec.name] not in given:
+                rows, width = self.sizes["s0"], int(self.sizes.get(spec.width, 0) or spec.width)
+                shape = {"rows": (rows, width), "cols": (width, rows), "twice": (2 * rows, width), "state": (width,)}[spec.form]
+                given[self.storage[spec.name]] = torch.randint(-(2**30), 2**30, shape, generator=generator).to(_DTYPES[spec.dtype])
+        return given
+
+    # -- values
+
+    def _spec(self, name: str, form: str | None = None) -> Spec:
+        form = form or self.rng.choices(FORMS[:3], (8, 1, 1))[0]
+        return Spec(name, form, self.rng.choice(("1", "2", "3", "4", "s1")), self.rng.choices(("int64", "int32"), (4, 1))[0])
+
+    def _add(self, spec: Spec, role: str, storage: str = "") -> Spec:
+        self.specs.append(spec)
+        self.role[spec.name], self.storage[spec.name] = role, storage or spec.name
+        return spec
+
+    def _inputs(self) -> None:
+        rng = self.rng
+        for i in range(rng.randint(1, 3)):
+            self._add(self._spec(f"x{i}"), "input")
+        for i in range(rng.randint(0, 2)):
+            self._add(self._spec(f"weight{i}", "state"), "param")
+        for i in range(rng.randint(0, 2)):
+            self._add(self._spec(f"count{i}", "state"), "input")
+        if rng.random() < 0.3:
+            # One tensor under two names: a cache that is passed twice.
+            cache = self._add(self._spec("cache"), "input")
+            self._add(Spec("cache_alias", cache.form, cache.width, cache.dtype), "input", "cache")
+
+    def _pick(self, count: int, accept: Callable[[Spec], bool] = lambda spec: True) -> list[Spec]:
+        """Some values that exist, newer ones more often: deep flows, with a few long skips."""
+        pool = [spec for spec in self.specs if accept(spec)]
+        weights = [4.0 if len(pool) - i <= 4 else 1.0 for i in range(len(pool))]
+        picked = self.rng.choices(pool, weights, k=count) if pool else []
+        return list(dict.fromkeys(picked))
+
+    def _outputs(self) -> tuple[str, ...]:
+        """What nobody reads, mostly; some that are read as well; sometimes one of them twice; sometimes an input."""
+        rng = self.rng
+        read = {name for op in self.ops for name in op.reads}
+        made = [spec.name for spec in self.specs if self.role[spec.name] == "temp"]
+        outputs = [name for name in made if (name not in read and rng.random() < 0.9) or rng.random() < 0.1]
+        outputs = outputs or made[-1:]
+        for name in outputs:
+            self.role[name] = "output"
+        if rng.random() < 0.1:
+            outputs.append(rng.choice(outputs))
+        if rng.random() < 0.1:
+            outputs.append("x0")
+        return tuple(outputs)
+
+    # -- ops
+
+    def _op(self, name: str, inputs: list[Spec], outs: list[Spec], *, mutated: tuple[int, ...] = (), mixes: str = "",
+            uses: tuple[str, ...] = (), kind: str = "", is_random: bool = False) -> None:  # fmt: skip
+        kind = kind or self.rng.choices(("compute", "memory", "network", "copy"), (5, 2, 2, 1))[0]
+        for spec in outs:
+            self._add(spec, "temp")
+        names = tuple(spec.name for spec in inputs)
+        changed = tuple(names[i] for i in mutated)
+        self.mutated.update(changed)
+        # Sometimes what is changed in place is listed as read, too: both are legal.
+        reads = names if self.rng.random() < 0.5 else tuple(n for n in names if n not in changed)
+        self.ops.append(Op(name, kind, reads, tuple(spec.name for spec in outs), changed, uses, mixes, f"model.{name}"))
+        state = self.random_state if is_random else None
+        self.mixers[name] = Mixer(self.rng.getrandbits(40) * 2 + 1, tuple(inputs), tuple(outs), mutated, bool(mixes), self.sizes, state)
+
+    def _made(self, name: str, most: int = 2) -> list[Spec]:
+        return [self._spec(f"{name}:{k}") for k in range(self.rng.randint(1, most))]
+
+    def _batch_inputs(self, most: int = 3) -> list[Spec]:
+        """At least one with rows; the others may be states."""
+        first = self._pick(1, lambda spec: spec.form != "state")
+        more = self._pick(self.rng.randint(0, most - 1))
+        return list(dict.fromkeys(first + more))
+
+    def _row_wise(self, name: str) -> None:
+        self._op(name, self._batch_inputs(), self._made(name, 3 if self.rng.random() < 0.2 else 1))
+
+    def _mixing(self, name: str) -> None:
+        self._op(name, self._batch_inputs(), self._made(name), mixes="it sums over the batch")
+
+    def _in_place(self, name: str) -> None:
+        """A residual that is added in place, or a cache that is written."""
+        target = self._pick(1, lambda spec: spec.form != "state")
+        inputs = list(dict.fromkeys(target + self._batch_inputs(2)))
+        mixes = "it scans over the batch" if self.rng.random() < 0.15 else ""
+        self._op(name, inputs, self._made(name, 1) if self.rng.random() < 0.6 else [], mutated=(0,), mixes=mixes)
+
+    def _counter(self, name: str) -> None:
+        states = self._pick(1, lambda spec: spec.form == "state" and self.role[spec.name] != "param")
+        if not states:
+            return self._row_wise(name)
+        inputs = list(dict.fromkeys(states + (self._batch_inputs(2) if self.rng.random() < 0.7 else [])))
+        has_rows = any(spec.form != "state" for spec in inputs)
+        outs = self._made(name, 1) if has_rows and self.rng.random() < 0.5 else []
+        return self._op(name, inputs, outs, mutated=(0,), mixes="it changes a state that has no batch axis")
+
+    def _random(self, name: str) -> None:
+        self._op(name, self._batch_inputs(2), self._made(name, 1), mixes="it draws random numbers", uses=("rng",), is_random=True)
+
+    def _collective(self, name: str) -> None:
+        group = self.rng.choices(("group:tp", "group:ep"), (4, 1))[0]
+        self._op(name, self._batch_inputs(2), self._made(name, 1), uses=(group,), kind="network")
+
+    def _source(self, name: str) -> None:
+        """Rows from nothing: an op that takes the batch size as an argument."""
+        self._op(name, self._pick(1, lambda spec: spec.form == "state"), self._made(name, 1))
+
+    def _reduce(self, name: str) -> None:
+        self._op(name, self._batch_inputs(2), [self._spec(f"{name}:0", "state")], mixes="it makes a value without a batch axis")
+
+
+def _is_state_only(mixer: Mixer) -> bool:
+    """Neither rows in nor rows out: no number of rows is needed."""
+    return bool(mixer.inputs) and all(spec.form == "state" for spec in (*mixer.inputs, *mixer.outs))

@@ -1,0 +1,83 @@
+"""Strategies for tests: RandomStrategy does everything that the interface allows, at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from dynaflow.planner import Planner, ReadyOp
+from dynaflow.runtime.program import Expr
+from dynaflow.strategy import Strategy
+from dynaflow.testing.flows import Case, fuse
+
+
+class RandomStrategy(Strategy):
+    """Random splits (even, uneven, per op), streams and order; sometimes one launch over adjacent parts, sometimes a replacement."""
+
+    def __init__(self, seed: int, case: Case | None = None):
+        self.seed, self._case = seed, case
+
+    def schedule(self, flow: Planner) -> None:
+        rng = random.Random(self.seed)
+        batch_size = int(flow.context.batch_size)
+        self._split(flow, rng, batch_size)
+        streams = ["compute", "comm", "copy", "aux0"][: rng.randint(1, 4)] + ["caller"] * (rng.random() < 0.3)
+        if rng.random() < 0.5 and "comm" in streams:
+            flow.stream("comm", priority=-1)
+        # Some strategies keep to one stream for a while, some jump.
+        stays = rng.choice((0.0, 0.5, 0.8))
+        stream = rng.choice(streams)
+        number = 0
+        while ready := flow.get_ready_ops():
+            r = rng.choice(ready)
+            if rng.random() > stays:
+                stream = rng.choice(streams)
+            roll = rng.random()
+            group = self._replaced(flow, rng, r, ready) if roll < 0.12 and self._case is not None else []
+            if group and self._case is not None:
+                number += 1
+                function = fuse(self._case, [(x.name, x.part) for x in group], f"fused_{number}")
+                flow.execute(group, stream=stream, replace=function)
+            elif roll > 0.8:
+                flow.execute(self._adjacent(r, ready), stream=stream)
+            else:
+                flow.execute(r, stream=stream)
+
+    def _split(self, flow: Planner, rng: random.Random, batch_size: int) -> None:
+        def random_split() -> Any:
+            num_parts = rng.randint(1, min(4, batch_size))
+            if rng.random() < 0.5:
+                return num_parts
+            return [0, *sorted(rng.sample(range(1, batch_size), num_parts - 1)), batch_size]
+
+        flow.split(random_split())
+        if rng.random() < 0.4:
+            for op in flow.ops:
+                if not op.unsplittable and rng.random() < 0.3:
+                    flow.split(random_split(), ops=op.name)
+
+    def _adjacent(self, r: ReadyOp, ready: list[ReadyOp]) -> list[ReadyOp]:
+        """r and what is ready of the same op on the rows right behind it."""
+        run = [r]
+        for other in sorted((x for x in ready if x.op is r.op), key=lambda x: x.part):
+            if other.part.lo == run[-1].part.hi and other.part.of == r.part.of:
+                run.append(other)
+        return run
+
+    def _replaced(self, flow: Planner, rng: random.Random, r: ReadyOp, ready: list[ReadyOp]) -> list[ReadyOp]:
+        """Two or more calls for one function: r and a user of it on the same rows; or r and another ready op; across parts or not."""
+        takes_sizes = self._takes_sizes()
+        if takes_sizes(r):
+            return []
+        successors = flow._successors[r._item]
+        users = [u for u in r.users if u.part == r.part and successors.count(u._item) == flow._num_unmet[u._item] and not takes_sizes(u)]
+        others = [x for x in ready if x is not r and not takes_sizes(x)]
+        if users and rng.random() < 0.7:
+            return [r, rng.choice(users)]
+        return [r, *rng.sample(others, min(len(others), rng.randint(1, 2)))] if others else []
+
+    def _takes_sizes(self) -> Callable[[ReadyOp], bool]:
+        """A replacement gets tensors alone: ops that take a size as an argument stay as they are."""
+        units = self._case.program.units if self._case is not None else {}
+        return lambda r: any(isinstance(arg, Expr) for arg in units[r.name].args)

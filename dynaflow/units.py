@@ -1,0 +1,560 @@
+"""Groups of nodes -> ops, values and the functions that run them.
+
+Contract: what crosses an op's border is memory (a value: something that an op allocated, or an input) or a size. Views never
+cross: an op that needs a view of a value makes it anew from the value, which costs nothing and keeps aliasing exact. Sizes are
+expressions over the graph's symbols, so that a part gets its own.
+
+1. `Sources` says of every node what it is: an input, a size, a view, a computation, a projection of a tuple.
+2. `build` turns each group into an fx graph of its own, whose placeholders are values and sizes and whose outputs are the values
+   that others need; and the graph's outputs into an epilogue of views.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from dynaflow.batching import Facts
+from dynaflow.errors import DynaFlowError, PartitionError
+from dynaflow.ir import Flow, Op, Value
+from dynaflow.runtime.program import Expr, Layout, Program, Unit
+
+if TYPE_CHECKING:
+    from dynaflow.partition import Group
+
+
+class Unplannable(DynaFlowError):
+    """A graph that can run, but not under a plan. The engine falls back to the sequential graph."""
+
+
+# A value: the node that made it, and the path to it where the node returns a tuple.
+Key = tuple[fx.Node, tuple[int, ...]]
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_IGNORED = {torch._C._set_grad_enabled, getattr(torch._C, "_log_api_usage_once", None)}
+
+
+def leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value)
+
+
+class Sources:
+    """What every node of the graph is, for whoever needs its result."""
+
+    def __init__(self, graph: fx.Graph, facts: Facts):
+        self.graph, self.facts = graph, facts
+        self.kind: dict[fx.Node, str] = {}
+        # result of an in-place node -> the argument that it changed and returned
+        self.alias: dict[fx.Node, fx.Node] = {}
+        # autocast regions around a node, outermost first
+        self.brackets: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        open_brackets: list[fx.Node] = []
+        for node in graph.nodes:
+            self.kind[node] = self._kind(node)
+            if node.target is _ENTER:
+                open_brackets.append(node)
+            elif node.target is _EXIT:
+                open_brackets.remove(node.args[0])
+            self.brackets[node] = tuple(open_brackets)
+            if self.kind[node] == "compute" and facts.nodes[node].writes:
+                target = self._changed_argument(node)
+                if target is not None:
+                    self.alias[node] = target
+        self._drop_dead()
+        self._users: dict[fx.Node, set[fx.Node]] | None = None
+
+    def _kind(self, node: fx.Node) -> str:
+        if node.op in ("placeholder", "get_attr", "output"):
+            if node.op == "placeholder" and not isinstance(self.facts.fake[node], torch.Tensor):
+                return "size"
+            return {"placeholder": "input", "get_attr": "constant", "output": "output"}[node.op]
+        if node.target in (_ENTER, _EXIT) or node.target in _IGNORED:
+            return "bracket"
+        info, fake = self.facts.nodes[node], self.facts.fake[node]
+        tensors = [x for x in leaves(fake) if isinstance(x, torch.Tensor)]
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(self.facts.fake[node.args[0]], (tuple, list)):
+            return "project" if tensors else "size"
+        if info.writes or info.uses or info.makes:
+            return "compute"
+        if tensors:
+            return "view"
+        if info.reads:
+            raise Unplannable(f"'{node.format_node()}' reads a number back from a tensor.", why="the host would wait for the device")
+        return "size"
+
+    def _changed_argument(self, node: fx.Node) -> fx.Node | None:
+        result = self.facts.fake[node]
+        if not isinstance(result, torch.Tensor):
+            return None
+        for arg in node.all_input_nodes:
+            fake = self.facts.fake[arg]
+            if isinstance(fake, torch.Tensor) and self.facts.storage(fake) == self.facts.storage(result) and _same_geometry(fake, result):
+                return arg
+        return None
+
+    def _drop_dead(self) -> None:
+        alive: set[fx.Node] = set()
+        for node in reversed(list(self.graph.nodes)):
+            info = self.facts.nodes.get(node)
+            has_effect = node.op == "output" or (info is not None and (info.writes or info.uses))
+            if has_effect or any(user in alive for user in node.users):
+                alive.add(node)
+        self._alive = alive
+
+    def computes(self, node: fx.Node) -> bool:
+        return self.kind[node] == "compute" and node in self._alive
+
+    def keys(self, node: fx.Node) -> list[Key]:
+        """The values behind a node, through views, projections and in-place results; none for sizes and constants."""
+        found: dict[Key, None] = {}
+        for key in self._keys(node, ()):
+            found[key] = None
+        return list(found)
+
+    def _keys(self, node: fx.Node, path: tuple[int, ...]) -> Any:
+        kind = self.kind[node]
+        if node in self.alias:
+            yield from self._keys(self.alias[node], ())
+        elif kind == "view":
+            for arg in node.all_input_nodes:
+                yield from self._keys(arg, ())
+        elif kind == "project":
+            yield from self._keys(node.args[0], (node.args[1], *path))  # type: ignore[arg-type]
+        elif kind == "input":
+            yield (node, ())
+        elif kind == "compute":
+            for tail in _paths(_at(self.facts.fake[node], path)):
+                yield (node, (*path, *tail))
+
+    def root_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose memory `node` reads or changes, through views."""
+        return list(dict.fromkeys(owner for arg in node.all_input_nodes for owner, _ in self.keys(arg)))
+
+    def users_of_roots(self) -> dict[fx.Node, set[fx.Node]]:
+        """Node that owns memory -> the nodes that use it through views; the graph's output node counts as a user."""
+        if self._users is None:
+            self._users = {}
+            for node in self.graph.nodes:
+                if self.computes(node) or node.op == "output":
+                    for owner in self.root_inputs(node):
+                        if owner is not node:
+                            self._users.setdefault(owner, set()).add(node)
+        return self._users
+
+    def axis(self, key: Key) -> int | None:
+        return _at(self.facts.axis[key[0]], key[1])
+
+    def fake(self, key: Key) -> torch.Tensor:
+        return _at(self.facts.fake[key[0]], key[1])
+
+    def carries_batch(self, node: fx.Node) -> bool:
+        if any(isinstance(a, int) for a in leaves(self.facts.axis[node])):
+            return True
+        return bool(self.facts.nodes[node].writes) and any(self.axis(k) is not None for a in node.all_input_nodes for k in self.keys(a))
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        return self.kind[node] == "input" and not self.carries_batch(node)
+
+
+def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return True
+    return a.dim() == b.dim() and bool(a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset())
+
+
+def _at(tree: Any, path: tuple[int, ...]) -> Any:
+    for i in path:
+        tree = tree[i]
+    return tree
+
+
+def _paths(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        yield ()
+    elif isinstance(tree, (tuple, list)):
+        for i, sub in enumerate(tree):
+            for tail in _paths(sub):
+                yield (i, *tail)
+
+
+# -- sizes
+
+_PRINTER = PythonPrinter()
+_ALLOWED = re.compile(r"[\w\s+\-*/%(),.]*")
+
+
+def expression(size: Any) -> str:
+    """A size as Python text over the graph's symbols."""
+    if isinstance(size, (int, float)):
+        return str(size)
+    text = _PRINTER.doprint(sympy.sympify(size.node.expr))
+    names = set(re.findall(r"[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
+    if not _ALLOWED.fullmatch(text) or names - {"max", "min"}:
+        raise Unplannable(f"a size cannot be computed ahead of the call: {text}.", why="it is not an expression over input sizes")
+    return text
+
+
+def hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def symbols_in(fakes: Any) -> set[str]:
+    found = set()
+    for fake in leaves(fakes):
+        for size in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
+            if isinstance(size, torch.SymInt):
+                found.update(str(s) for s in size.node.expr.free_symbols)
+    return found
+
+
+# -- 2. building
+
+
+@dataclass(frozen=True)
+class Built:
+    """A captured graph, ready for planning."""
+
+    program: Program
+    # per placeholder of the graph: the value's name, or None for a size
+    inputs: tuple[str | None, ...]
+    # symbol -> (placeholder, dim or None when the placeholder is the number itself)
+    sizes: dict[str, tuple[int, int | None]]
+    # views of values that make up the graph's outputs, made on the caller's stream
+    epilogue: Unit
+    # values as fakes, at the sizes of the capture
+    fakes: dict[str, torch.Tensor]
+
+
+class _UnitGraph:
+    """One group as an fx graph: takes values and sizes, returns what others need."""
+
+    def __init__(self, sources: Sources, name_of: Callable[[Key], str]):
+        self.sources, self.name_of = sources, name_of
+        self.graph = fx.Graph()
+        self.args: dict[str | Expr, fx.Node] = {}
+        self.env: dict[fx.Node, Any] = {}
+        self.values: dict[Key, None] = {}
+        self._open: tuple[fx.Node, ...] = ()
+        self._tokens: list[fx.Node] = []
+
+    def emit(self, node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.load)
+        self._switch(self.sources.brackets[node])
+        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        new.meta = dict(node.meta)
+        self.env[node] = new
+
+    def _switch(self, brackets: tuple[fx.Node, ...]) -> None:
+        if brackets == self._open:
+            return
+        for token in reversed(self._tokens):
+            self.graph.call_function(_EXIT, (token,))
+        self._tokens = [self.graph.call_function(_ENTER, b.args) for b in brackets]
+        self._open = brackets
+
+    def load(self, node: fx.Node) -> Any:
+        """The node's result, as something that this graph can use."""
+        if node not in self.env:
+            self.env[node] = self._load(node)
+        return self.env[node]
+
+    def _load(self, node: fx.Node) -> Any:
+        sources = self.sources
+        kind = sources.kind[node]
+        if kind == "size":
+            return pytree.tree_map(self._size, _plain(sources.facts.fake[node]))
+        if kind == "project":
+            base, index = self.load(node.args[0]), node.args[1]  # type: ignore[arg-type]
+            return base[index] if isinstance(base, (tuple, list)) else self.graph.call_function(operator.getitem, (base, index))
+        if kind in ("view", "constant"):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.load)
+            new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+            new.meta = dict(node.meta)
+            return new
+        if node in sources.alias:
+            return self.load(sources.alias[node])
+        if kind == "bracket":
+            raise Unplannable(f"'{node}' is used across ops.")
+        return self._values(node, sources.facts.fake[node], ())
+
+    def _values(self, node: fx.Node, fake: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(fake, torch.Tensor):
+            return self.value((node, path))
+        if isinstance(fake, (tuple, list)):
+            return tuple(self._values(node, sub, (*path, i)) for i, sub in enumerate(fake))
+        return self._size(fake)
+
+    def value(self, key: Key) -> fx.Node:
+        self.values[key] = None
+        return self._placeholder(self.name_of(key))
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return size
+        text = expression(size)
+        return int(text) if text.isdigit() else self._placeholder(Expr(text))
+
+    def _placeholder(self, arg: str | Expr) -> fx.Node:
+        if arg not in self.args:
+            last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), self.graph._root)
+            with self.graph.inserting_after(last):
+                self.args[arg] = self.graph.placeholder(f"arg{len(self.args)}")
+        return self.args[arg]
+
+    def finish(self, root: fx.GraphModule, outputs: Sequence[Any], label: str) -> Callable[..., Any]:
+        self._switch(())
+        self.graph.output(tuple(outputs))
+        self.graph.lint()
+        return fx.GraphModule(root, self.graph, class_name=re.sub(r"\W", "_", label) or "unit")
+
+    def export(self, key: Key) -> fx.Node:
+        result = self.env[key[0]]
+        for i in key[1]:
+            result = result[i] if isinstance(result, (tuple, list)) else self.graph.call_function(operator.getitem, (result, i))
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[Group], batch: Sequence[str], name: str,
+          parameters: Sequence[str] = ()) -> Built:  # fmt: skip
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    names: dict[Key, str] = {}
+    for node in placeholders:
+        if sources.kind[node] == "input":
+            names[node, ()] = _input_name(node, parameters, set(names.values()))
+    home = {node: group for group in groups for node in group.nodes}
+    made: dict[str, list[Key]] = {group.name: [] for group in groups}
+
+    def name_of(key: Key) -> str:
+        if key not in names:
+            group = home[key[0]]
+            names[key] = f"{group.name}:{len(made[group.name])}"
+            made[group.name].append(key)
+        return names[key]
+
+    # Names follow the order in which values are first needed, group by group, then by the outputs.
+    graphs: list[_UnitGraph] = []
+    for group in groups:
+        unit = _UnitGraph(sources, name_of)
+        for node in group.nodes:
+            unit.emit(node)
+        graphs.append(unit)
+    epilogue = _UnitGraph(sources, name_of)
+    (output_node,) = [n for n in gm.graph.nodes if n.op == "output"]
+    results = fx.node.map_arg(output_node.args[0], epilogue.load)
+
+    values = _Values(sources, names, batch, set(epilogue.values))
+    ops, units = [], {}
+    for group, unit in zip(groups, graphs):
+        ops.append(_op(group, unit, made[group.name], facts, sources, values, names))
+        exported = [unit.export(key) for key in made[group.name]]
+        fn = unit.finish(gm, exported, group.name)
+        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]))
+    epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
+    records = [values.record(key) for key in names]
+    outputs = tuple(names[key] for key in epilogue.values)
+    all_symbols = sorted(set().union(*(symbols_in(facts.fake[n]) for n in placeholders), set()))
+    flow = Flow(name, tuple(records), tuple(ops), outputs, tuple(s for s in batch if s in all_symbols), tuple(all_symbols))
+    return Built(
+        Program(flow, units, values.layouts),
+        tuple(names.get((n, ())) for n in placeholders),
+        _size_sources(placeholders, facts, all_symbols),
+        Unit(epilogue_fn, tuple(epilogue.args), ()),
+        {name: sources.fake(key) for key, name in names.items()},
+    )
+
+
+def _size_sources(placeholders: list[fx.Node], facts: Facts, symbols: list[str]) -> dict[str, tuple[int, int | None]]:
+    found: dict[str, tuple[int, int | None]] = {}
+    for i, node in enumerate(placeholders):
+        fake = facts.fake[node]
+        for dim, size in enumerate(fake.shape) if isinstance(fake, torch.Tensor) else [(None, fake)]:
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                found.setdefault(str(size.node.expr), (i, dim))
+    for symbol in symbols:
+        if symbol not in found:
+            raise Unplannable(f"the size {symbol} cannot be read from any input.")
+    return found
+
+
+def _input_name(node: fx.Node, parameters: Sequence[str], taken: set[str]) -> str:
+    """`L['args'][0]` -> `x`, `L['kwargs']['mask']` -> `mask`, `L['model']._modules['a']._parameters['weight']` -> `a.weight`"""
+    arg = node.meta.get("grapharg")
+    source = getattr(getattr(arg, "source", None), "name", None)
+    text = source() if callable(source) else source
+    text = re.sub(r"\._(?:parameters|buffers)\['([^']+)'\]", r".\1", text or node.name)
+    text = re.sub(r"^L\['args'\]\[(\d+)\]", lambda m: parameters[int(m[1])] if int(m[1]) < len(parameters) else f"arg{m[1]}", text)
+    text = re.sub(r"^L\['kwargs'\]\['(\w+)'\]", r"\1", text)
+    match = re.fullmatch(r"[LG]\['([^']+)'\]", text)
+    base = match[1] if match else clean_name(text)
+    base = re.sub(r"[^\w.]+", "_", base).strip("._") or node.name
+    name, number = base, 0
+    while name in taken:
+        number += 1
+        name = f"{base}.{number}"
+    return name
+
+
+def clean_name(name: str) -> str:
+    """`L['self']._modules['layers']._modules['0'].attn` -> `layers.0.attn`"""
+    name = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
+    name = re.sub(r"^[LG]\['[^']+'\]\.?", "", name)
+    name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
+    return re.sub(r"[\s@,\[\]#]", "_", name).strip(".")
+
+
+class _Values:
+    """Value records and layouts, made when first asked for."""
+
+    def __init__(self, sources: Sources, names: dict[Key, str], batch: Sequence[str], outputs: set[Key]):
+        self.sources, self.names, self.batch, self.outputs = sources, names, batch, outputs
+        self.layouts: dict[str, Layout] = {}
+        self._records: dict[Key, Value] = {}
+        counts: dict[int, int] = {}
+        for key in names:
+            storage = sources.facts.storage(sources.fake(key))
+            counts[storage] = counts.get(storage, 0) + 1
+        self._shared = {s for s, n in counts.items() if n > 1}
+        written = {s for info in sources.facts.nodes.values() for s in info.writes}
+        for key in names:
+            storage = sources.facts.storage(sources.fake(key))
+            if key[0].op != "placeholder" and storage in self._shared and storage in written:
+                raise Unplannable(f"'{key[0]}' returns several views of one memory, which is changed in place later.")
+
+    def is_batch_outermost(self, key: Key) -> bool:
+        axis, fake = self.sources.axis(key), self.sources.fake(key)
+        if axis is None:
+            return True
+        mine = fake.stride(axis)
+        for d, (size, stride) in enumerate(zip(fake.shape, fake.stride())):
+            if d != axis and hint(size) != 1 and (hint(stride) > hint(mine) or symbols_in(stride) & set(self.batch)):
+                return False
+        return True
+
+    def record(self, key: Key) -> Value:
+        if key not in self._records:
+            self._records[key] = self._make(key)
+        return self._records[key]
+
+    def _make(self, key: Key) -> Value:
+        sources, name = self.sources, self.names[key]
+        fake, axis = sources.fake(key), sources.axis(key)
+        shape = tuple(expression(d) for d in fake.shape)
+        is_input = key[0].op == "placeholder"
+        storage = sources.facts.storage(fake)
+        own = name if storage not in self._shared or not is_input else f"alias.{storage}"
+        itemsize = fake.dtype.itemsize
+        numel = fake.numel()
+        nbytes = expression(numel * itemsize)
+        role = "output" if key in self.outputs else "temp"
+        if is_input:
+            node = key[0]
+            arg = node.meta.get("grapharg")
+            role = "param" if isinstance(getattr(arg, "example", None), torch.nn.Parameter) or "_parameters_" in node.name else "input"
+        if not self.is_batch_outermost(key) and not _is_written(sources, storage):
+            expected = tuple(expression(s) for s in fake.stride())
+            stride = _batch_major(fake, axis) if axis is not None else expected
+            self.layouts[name] = Layout(fake.dtype, fake.device, stride, expected)
+        elif not is_input:
+            dense = _is_dense(fake)
+            stride = tuple(expression(s) for s in fake.stride()) if dense else _batch_major(fake, 0 if axis is None else axis)
+            expected = None if dense else tuple(expression(s) for s in fake.stride())
+            self.layouts[name] = Layout(fake.dtype, fake.device, stride, expected)
+        return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
+
+
+def _is_written(sources: Sources, storage: int) -> bool:
+    return any(storage in info.writes for info in sources.facts.nodes.values())
+
+
+def _is_dense(fake: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without holes or overlap, in some order of dims."""
+    dims = sorted((hint(stride), hint(size)) for size, stride in zip(fake.shape, fake.stride()) if hint(size) != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _batch_major(fake: torch.Tensor, axis: int) -> tuple[str, ...]:
+    """Dense strides with the batch axis outermost and the other dims in the order that they have."""
+    if fake.dim() == 0:
+        return ()
+    others = sorted((d for d in range(fake.dim()) if d != axis), key=lambda d: (-hint(fake.stride(d)), d))
+    strides: dict[int, Any] = {}
+    size: Any = 1
+    for d in reversed([axis, *others]):
+        strides[d] = size
+        size = size * fake.shape[d]
+    return tuple(expression(strides[d]) for d in range(fake.dim()))
+
+
+def _op(
+    group: Group, unit: _UnitGraph, made: list[Key], facts: Facts, sources: Sources, values: _Values, names: dict[Key, str]
+) -> Op:
+    infos = [facts.nodes[n] for n in group.nodes]
+    written = {s for info in infos for s in info.writes}
+    mutated = [k for k in unit.values if facts.storage(sources.fake(k)) in written]
+    for node in group.nodes:
+        for arg in node.all_input_nodes:
+            if sources.kind[arg] == "constant" and isinstance(facts.fake[arg], torch.Tensor) and facts.storage(facts.fake[arg]) in written:
+                raise Unplannable(f"'{node}' changes a constant of the graph in place.")
+    uses = tuple(dict.fromkeys(token for info in infos for token in info.uses))
+    return Op(
+        group.name,
+        group.kind or _kind(group.nodes, infos, facts),
+        tuple(names[k] for k in unit.values),
+        tuple(names[k] for k in made),
+        tuple(names[k] for k in mutated),
+        uses,
+        _why_whole(group, infos, unit, made, mutated, sources, values, names),
+        group.module,
+    )
+
+
+def _kind(nodes: Sequence[fx.Node], infos: Sequence[Any], facts: Facts) -> str:
+    if any(token.startswith("group:") for info in infos for token in info.uses):
+        return "network"
+    if any(info.macs for info in infos):
+        return "compute"
+    devices = {x.device for n in nodes for a in (n, *n.all_input_nodes) for x in leaves(facts.fake[a]) if isinstance(x, torch.Tensor)}
+    return "copy" if len({d.type for d in devices}) > 1 else "memory"
+
+
+def _why_whole(
+    group: Group, infos: Sequence[Any], unit: _UnitGraph, made: list[Key], mutated: list[Key], sources: Sources, values: _Values, names: dict[Key, str]
+) -> str:
+    """Why the op must run over the whole batch; empty when it may be split."""
+    if group.splittable is False:
+        return "splittable=False in the partition"
+    touched = [*unit.values, *made]
+    if not any(sources.axis(k) is not None for k in touched):
+        return "does not depend on the batch"
+    for key in mutated:
+        if sources.axis(key) is not None and not values.is_batch_outermost(key):
+            return f"changes {names[key]} in place, where the batch is not the outermost dim"
+    if group.splittable is not True:
+        for node, info in zip(group.nodes, infos):
+            if info.unsplittable:
+                return f"{info.unsplittable} at {node.name}"
+    for key in made:
+        if sources.axis(key) is None:
+            if group.splittable is True:
+                raise PartitionError(
+                    f"'{group.name}' is declared splittable=True, but its output {names[key]} has no batch axis.",
+                    fix="leave splittable out, or cut the op so that what it returns carries the batch")  # fmt: skip
+            return f"makes {names[key]}, which has no batch axis"
+    return ""

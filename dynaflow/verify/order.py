@@ -1,0 +1,184 @@
+"""Are all accesses to the same memory ordered by streams and waits, and as the program has them?
+
+Contract: a plan that passes gives the same result under every interleaving that its streams and waits allow, for every size.
+
+Every call has a time (its number in host order, from 1). A clock is a list: per stream, the time of the last call there that
+is known to be over. Time 0 is the caller's own work before the plan, on the caller's stream.
+
+1. Launch: the stream must know time 0 (it started after the caller). Then, per storage that the op touches:
+2.   read: after the last write of those rows, which an earlier op (in program order) must have made;
+3.   write: the same, and after all reads since that write;
+4.   slot: a write of a value that shares its slot is after every access of the slot's previous value, which is dead from then on;
+5.   process group: after the group's last user, whichever op that was.
+6. Record copies the clock; wait takes the later of both, stream by stream.
+7. At the end the caller's stream must know the last call of every stream.
+
+Only the last writer and the readers since are remembered: whatever came before them is ordered before them (checked then).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynaflow.ir import Flow, Launch, Plan
+from dynaflow.verify import explain
+from dynaflow.verify.structure import RECORD, Indexed, remember
+
+
+class Touches(NamedTuple):
+    """What an op touches, without storages that no op writes: (storage, by_rows)."""
+
+    reads: tuple[tuple[int, bool], ...]
+    writes: tuple[tuple[int, bool], ...]
+    groups: tuple[int, ...]
+
+
+def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> None:
+    touches = remember(flow, "_verify_touches", touches_of)
+    steps, rows_of, slot_of = indexed.steps, indexed.rows, indexed.slot_of
+    num_streams, num_storages = len(indexed.streams), len(flow.storages)
+    whole = tuple(range(indexed.num_segments))
+
+    clocks = [[-1] * num_streams for _ in range(num_streams)]
+    clocks[0][0] = 0
+    events: list[list[int]] = []
+    # per time: its stream and its op. One time too many: NEVER is known to no clock, and marks the dead.
+    never = indexed.num_calls + 1
+    stream_at = [0] * (never + 1)
+    op_at = [-1] * (never + 1)
+    # per storage: the time of the last write, by segment of the batch; and the times of the reads since
+    written = [[0] * indexed.num_segments for _ in range(num_storages)]
+    read = [[] for _ in range(num_storages)]  # type: list[list[int]]
+    part_at = [0] * (never + 1)
+    dead = [never] * indexed.num_segments
+    # per slot: the storage that has it now, and what must be over before that one may be written
+    owner: dict[int, int] = {}
+    behind: dict[int, list[int]] = {}
+
+    _check_replacements(plan, flow, slot_of)
+    now = 0
+    for s, op, p in steps:
+        clock = clocks[s]
+        if op >= 0:
+            # 1. launch
+            now += 1
+            if clock[0] < 0:
+                raise explain.not_started(plan, now)
+            clock[s] = now
+            stream_at[now], op_at[now], part_at[now] = s, op, p
+            rows = rows_of[p]
+            reads, writes, groups = touches[op]
+            # 2. read
+            for storage, by_rows in reads:
+                last = written[storage]
+                for row in rows if by_rows else whole:
+                    t = last[row]
+                    if clock[stream_at[t]] < t or op_at[t] > op:
+                        raise explain.conflict(plan, flow, indexed, t, now, storage, clock, stream_at)
+                read[storage].append(now)
+            # 3. write
+            for storage, by_rows in writes:
+                last = written[storage]
+                touched = rows if by_rows else whole
+                for row in touched:
+                    t = last[row]
+                    if clock[stream_at[t]] < t or op_at[t] > op:
+                        raise explain.conflict(plan, flow, indexed, t, now, storage, clock, stream_at)
+                    last[row] = now
+                readers = read[storage]
+                if readers:
+                    is_all = len(touched) == len(whole)
+                    kept = []
+                    for t in readers:
+                        other = whole if is_all or _is_whole(touches[op_at[t]].reads, storage) else rows_of[part_at[t]]
+                        if is_all or not (other[-1] < touched[0] or touched[-1] < other[0]):
+                            if clock[stream_at[t]] < t or op_at[t] > op:
+                                raise explain.conflict(plan, flow, indexed, t, now, storage, clock, stream_at)
+                            if touched[0] <= other[0] and other[-1] <= touched[-1]:
+                                continue
+                        kept.append(t)
+                    read[storage] = kept
+                # 4. slot
+                slot = slot_of[storage]
+                if slot >= 0:
+                    old = owner.get(slot, -1)
+                    if old != storage:
+                        owner[slot] = storage
+                        if old >= 0:
+                            behind[slot] = over = [-1] * num_streams
+                            for t in (*written[old], *read[old]):
+                                if t > over[stream_at[t]]:
+                                    over[stream_at[t]] = t
+                            written[old] = dead
+                    if slot in behind:
+                        for known, needed in zip(clock, behind[slot]):
+                            # `now` itself: one op may not write over what it reads
+                            if known < needed or needed == now:
+                                raise explain.shared(plan, flow, indexed, needed, now, storage, slot, stream_at)
+            # 5. process group
+            for token in groups:
+                last = written[token]
+                t = last[0]
+                if clock[stream_at[t]] < t:
+                    raise explain.conflict(plan, flow, indexed, t, now, token, clock, stream_at)
+                last[0] = now
+        # 6. record and wait
+        elif op == RECORD:
+            events.append(clock[:])
+        else:
+            for u, t in enumerate(events[p]):
+                if t > clock[u]:
+                    clock[u] = t
+
+    # 7. the end
+    for s in range(1, num_streams):
+        if clocks[0][s] < clocks[s][s]:
+            raise explain.not_joined(plan, clocks[s][s])
+
+
+def _check_replacements(plan: Plan, flow: Flow, slot_of: list[int]) -> None:
+    """A replacement may read its inputs until its end: nothing that it touches may share a slot."""
+    for step in plan.steps:
+        if type(step) is Launch and len(step.calls) > 1:
+            held: dict[int, int] = {}
+            for name, _ in step.calls:
+                for access in flow.accesses[flow.index[name]]:
+                    slot = slot_of[access.storage]
+                    if slot >= 0 and held.setdefault(slot, access.storage) != access.storage:
+                        raise explain.shared_inside(flow, step, held[slot], access.storage, slot)
+
+
+def _is_whole(reads: tuple[tuple[int, bool], ...], storage: int) -> bool:
+    return (storage, False) in reads
+
+
+def touches_of(flow: Flow) -> list[Touches]:
+    """Per op. Storages that no op writes are left out: parameters and inputs make no conflicts."""
+    groups = {i for i, name in enumerate(flow.storages) if name.startswith("group:")} & {
+        flow.storage_index[token] for op in flow.ops for token in op.uses
+    }
+    is_written = {a.storage for accesses in flow.accesses for a in accesses if a.is_write}
+    table = []
+    for accesses in flow.accesses:
+        table.append(
+            Touches(
+                tuple((a.storage, a.by_rows) for a in accesses if not a.is_write and a.storage in is_written),
+                tuple((a.storage, a.by_rows) for a in accesses if a.is_write and a.storage not in groups),
+                tuple(a.storage for a in accesses if a.storage in groups),
+            )
+        )
+    _check_flow(flow)
+    return table
+
+
+def _check_flow(flow: Flow) -> None:
+    """A temporary or output is made before it is read, in program order."""
+    made: set[str] = set()
+    for v in flow.values:
+        if v.role in ("input", "param"):
+            made.add(v.storage)
+    for op in flow.ops:
+        for name in (*op.reads, *op.mutates):
+            if flow.value[name].storage not in made:
+                raise explain.never_made(op.name, name)
+        made.update(flow.value[name].storage for name in op.writes)

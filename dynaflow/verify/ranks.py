@@ -1,0 +1,64 @@
+"""Do all ranks call their collectives in the same order?
+
+Contract: the launches that use a process group, in host order, are the same sequence of (op, rows) on every rank. A rank that
+calls them in another order would wait for the others forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import gcd
+
+from dynaflow import errors
+from dynaflow.ir import Flow, Part, Plan
+
+
+def verify_ranks(plans: Sequence[Plan], flows: Flow | Sequence[Flow]) -> None:
+    """`plans[r]` is rank r's plan, `flows[r]` its flow (one Flow: the same on every rank)."""
+    per_rank = [flows] * len(plans) if isinstance(flows, Flow) else list(flows)
+    if len(per_rank) != len(plans):
+        raise errors.RankMismatch(f"{len(plans)} plans and {len(per_rank)} flows.", fix="pass one flow per rank, or one for all")
+    if not plans:
+        return
+    first = collectives(plans[0], per_rank[0])
+    for rank in range(1, len(plans)):
+        here = collectives(plans[rank], per_rank[rank])
+        for number, (a, b) in enumerate(zip_longest(first, here)):
+            if a is None or b is None or a[:2] != b[:2]:
+                raise errors.RankMismatch(
+                    f"collective {number} is {_name(a)} on rank 0 and {_name(b)} on rank {rank}.", where=(b or a or ("", WHOLE_ROWS, ""))[2],
+                    why="each rank would wait for the other", fix="use one plan on all ranks: rank 0's",
+                    picture=_side_by_side(first, here, number, rank))  # fmt: skip
+
+
+WHOLE_ROWS = (0, 1, 1, 1)
+Collective = tuple[str, tuple[int, int, int, int], str]
+
+
+def collectives(plan: Plan, flow: Flow) -> list[Collective]:
+    """(op, rows, where) of every call that uses a process group, in host order."""
+    users = {op.name for op in flow.ops if any(token.startswith("group:") for token in op.uses)}
+    return [(name, _rows(part), launch.where) for launch in plan.launches for name, part in launch.calls if name in users]
+
+
+def _rows(part: Part) -> tuple[int, int, int, int]:
+    """Both ends as reduced fractions: 1/2 and 2:4/4 are the same rows."""
+    a, b = gcd(part.lo, part.of), gcd(part.hi, part.of)
+    return part.lo // a, part.of // a, part.hi // b, part.of // b
+
+
+def _name(collective: Collective | None) -> str:
+    if collective is None:
+        return "missing"
+    lo, lo_of, hi, hi_of = collective[1]
+    return f"'{collective[0]}'" if (lo, hi) == (0, hi_of) else f"'{collective[0]}' over rows {lo}/{lo_of} to {hi}/{hi_of}"
+
+
+def _side_by_side(first: list[Collective], here: list[Collective], number: int, rank: int) -> str:
+    start = max(0, number - 2)
+    rows = [("rank 0", f"rank {rank}")]
+    rows += [(_name(first[i] if i < len(first) else None), _name(here[i] if i < len(here) else None)) for i in range(start, number + 1)]
+    width = max(len(left) for left, _ in rows)
+    lines = [f"{left.ljust(width)}  {right}" for left, right in rows]
+    return "\n".join([*lines[:-1], lines[-1] + "  <-- here"])

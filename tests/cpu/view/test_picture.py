@@ -1,0 +1,33 @@
+import pytest
+
+from dynaflow.timeline import Span, Timeline
+from dynaflow.view.picture import PART_COLOURS, WHOLE_COLOUR, part_colours, picture, split_label
+
+pytest.importorskip("matplotlib")
+
+SEQUENTIAL = Timeline((Span("caller", "layers.0.attn", 0, 4000), Span("caller", "layers.0.ar", 4000, 6000, "network")), "sequential")
+TWO = Timeline(tuple(Span("compute", f"layers.0.attn {k}/2", 2000 * k, 2000 * k + 2000) for k in range(2)), "two")
+UNEVEN = Timeline((Span("compute", "a 3:8/8", 0, 5), Span("compute", "a 0:3/8", 5, 8)))
+
+
+def test_split_label():
+    assert split_label("layers.0.attn 1/2") == ("layers.0.attn", "1/2")
+    assert split_label("attn 3:8/17") == ("attn", "3:8/17")
+    assert split_label("attn") == ("attn", "")
+    assert split_label("f[a 0/2, b 1/2]") == ("f[a 0/2, b 1/2]", "")
+
+
+def test_colours_follow_the_rows():
+    assert part_colours([SEQUENTIAL, TWO]) == {"": WHOLE_COLOUR, "0/2": PART_COLOURS[0], "1/2": PART_COLOURS[1]}
+    assert part_colours([UNEVEN]) == {"0:3/8": PART_COLOURS[0], "3:8/8": PART_COLOURS[1]}
+
+
+@pytest.mark.parametrize("timelines", [[SEQUENTIAL], [SEQUENTIAL, TWO, UNEVEN], [Timeline(())]], ids=["one", "three", "empty"])
+def test_picture_is_a_png(timelines, tmp_path):
+    picture(timelines, tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_to_picture(tmp_path):
+    TWO.to_picture(tmp_path / "t.png")
+    assert (tmp_path / "t.png").stat().st_size > 5000

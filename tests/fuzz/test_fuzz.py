@@ -1,0 +1,156 @@
+"""A small run of `make fuzz`, and that it would notice."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import dynaflow.testing.fuzz as fuzz
+from dynaflow.errors import DynaFlowError
+from dynaflow.testing import MUTATIONS, harmless_edit, mutate, random_flow, show_wrong
+from dynaflow.verify import order, verify
+
+
+def test_random_flows_give_the_program_s_result_under_every_interleaving():
+    tally = fuzz.fuzz(60, 5, 0, quiet=True)
+    assert not tally.violations, "\n".join(tally.violations[:3])
+    assert tally.counts["plans"] == 300 and tally.counts["replacements"] > 20 and tally.counts["streams"] > 300
+
+
+def test_wrong_mutants_are_refused():
+    tally = fuzz.fuzz(0, 6, 1000, quiet=True)
+    assert not tally.violations, "\n".join(tally.violations[:3])
+    total = sum(tally.mutants.values(), Counter())
+    assert len(tally.mutants) >= 30 and total["made"] >= 1000 and total["wrong"] > 500
+    # Valid mutants exist, and are accepted.
+    assert total["accepted"] > 50
+
+
+# -- it would notice: a verifier with a hole is caught
+
+
+@pytest.mark.parametrize("hole", ["nothing is checked", "reads are not checked", "slots are not checked", "the end is not checked"])
+def test_notices_a_hole_in_the_verifier(monkeypatch, hole):
+    real_order, real_touches = order.check_order, order.touches_of
+    if hole == "nothing is checked":
+        monkeypatch.setattr("dynaflow.verify.check_order", lambda plan, flow, indexed: None)
+    elif hole == "reads are not checked":
+        monkeypatch.setattr(order, "touches_of", lambda flow: [t._replace(reads=()) for t in real_touches(flow)])
+    elif hole == "slots are not checked":
+        blind = lambda plan, flow, indexed: real_order(plan, flow, indexed._replace(slot_of=[-1] * len(indexed.slot_of)))  # noqa: E731
+        monkeypatch.setattr("dynaflow.verify.check_order", blind)
+    else:
+        monkeypatch.setattr("dynaflow.verify.check_order", lambda p, f, i: real_order(p, f, i._replace(steps=_joined(i))))
+    missed = [v for seed in range(40) for v in fuzz.check_mutants(seed, 6, 20).violations if "accepted, and wrong" in v]
+    assert missed, f"{hole}, and no mutant shows it"
+
+
+def _joined(indexed):
+    """The steps, with a join of every stream at the end."""
+    events = sum(kind == -1 for _, kind, _ in indexed.steps)
+    joins = []
+    for k, s in enumerate(range(1, len(indexed.streams))):
+        joins += [(s, -1, events + k), (0, -2, events + k)]
+    return indexed.steps + joins
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_notices_a_wait_that_is_not_needed(seed):
+    case = random_flow(seed)
+    plan, _ = fuzz.make_plan(case, fuzz.strategies(case)[4])
+    assert not list(fuzz.plan_problems(plan, case, seed))
+    if plan.streams:
+        extended = fuzz.replace(plan, steps=plan.steps + plan.steps[-1:])
+        assert any("can be left out" in problem for problem in fuzz.plan_problems(extended, case, seed))
+
+
+# -- the kit itself
+
+
+def test_flows_have_everything_in_them():
+    cases = [random_flow(seed) for seed in range(80)]
+    ops = [op for case in cases for op in case.flow.ops]
+    values = [v for case in cases for v in case.flow.values]
+    assert {op.kind for op in ops} == {"compute", "memory", "network", "copy"}
+    assert {token for op in ops for token in op.uses} == {"rng", "group:tp", "group:ep"}
+    assert any(len(op.writes) > 1 for op in ops) and any(len(op.reads) > 2 for op in ops) and any(op.unsplittable for op in ops)
+    mutated = {case.flow.value[name].role for case in cases for op in case.flow.ops for name in op.mutates}
+    assert mutated >= {"input", "temp", "output"}
+    assert {v.axis for v in values} == {0, 1, None} and {v.dtype for v in values} == {"int64", "int32"}
+    assert any(v.storage != v.name for v in values)
+    assert any(len(case.flow.outputs) > len(set(case.flow.outputs)) for case in cases)
+    read = [set().union(*(op.reads for op in case.flow.ops)) for case in cases]
+    assert any(v.role == "output" and v.name in names for case, names in zip(cases, read) for v in case.flow.values)
+
+
+def test_the_same_seed_gives_the_same_flow_and_mutant():
+    one, two = random_flow(3), random_flow(3)
+    assert one.flow == two.flow
+    plan, _ = fuzz.make_plan(one, fuzz.strategies(one)[4])
+    assert mutate(plan, one.flow, 5) == mutate(plan, two.flow, 5)
+
+
+def test_there_are_enough_classes_of_mutants():
+    assert len(MUTATIONS) >= 15
+
+
+def test_mutants_differ_from_their_plan():
+    case = random_flow(11)
+    plan, _ = fuzz.make_plan(case, fuzz.strategies(case)[1])
+    for seed in range(50):
+        name, mutant = mutate(plan, case.flow, seed)
+        assert name in MUTATIONS and mutant != plan
+
+
+def test_the_oracle_accepts_what_is_right():
+    for seed in range(10):
+        case = random_flow(seed)
+        for strategy in fuzz.strategies(case):
+            plan, functions = fuzz.make_plan(case, strategy)
+            assert show_wrong(plan, case, case.reference(), functions=functions) == ""
+
+
+def test_harmless_edits_are_accepted():
+    import random
+
+    for seed in range(40):
+        case = random_flow(seed)
+        plan, _ = fuzz.make_plan(case, fuzz.strategies(case)[4])
+        verify(harmless_edit(plan, random.Random(seed)), case.flow)
+
+
+def test_the_command_prints_a_table_and_writes_figures(tmp_path, capsys):
+    path = tmp_path / "fuzz.json"
+    assert fuzz.main(["--flows", "2", "--interleavings", "2", "--mutants", "24", "--json", str(path)]) == 0
+    assert "0 violations" in capsys.readouterr().out and '"suite": "fuzz"' in path.read_text()
+
+
+def test_the_command_fails_on_a_violation(monkeypatch, capsys):
+    def refuse(plan, flow):
+        raise DynaFlowError("no")
+
+    monkeypatch.setattr(fuzz, "verify", refuse)
+    assert fuzz.main(["--flows", "1", "--interleavings", "1", "--mutants", "0"]) == 1
+    assert "VIOLATION flow 0" in capsys.readouterr().out
+
+
+# -- the same plan in every process
+
+_PLANS = """
+import hashlib
+from dynaflow.testing.fuzz import make_plan, random_flow, strategies
+texts = [str(make_plan(case, s)[0]) for case in map(random_flow, range(8)) for s in strategies(case)]
+print(hashlib.sha256("".join(texts).encode()).hexdigest())
+"""
+
+
+def test_the_plan_is_the_same_text_for_every_hash_seed():
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    hashes = set()
+    for seed in range(10):
+        done = subprocess.run([sys.executable, "-c", _PLANS], env={**env, "PYTHONHASHSEED": str(seed)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        hashes.add(done.stdout)
+    assert len(hashes) == 1
