@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 import dynaflow as df
 from benchmarks.zoo import Entry, prompts, select
-from dynaflow.capture import of
 
 # The first one is captured; the others must not capture again, except 1.
 BATCH_SIZES = (8, 3, 17, 2, 1)
@@ -97,7 +96,7 @@ class Row:
     cases: tuple[Case, ...]
     # graphs captured over all batch sizes
     captures: int = 0
-    # of the first graph captured
+    # of the graph captured last
     num_ops: int = 0
     num_unsplittable: int = 0
     seconds: float = 0.0
@@ -157,26 +156,21 @@ def _check_strategy(entry: Entry, module: nn.Module, strategy: str, batch_sizes:
         except Exception as error:  # what does not work stands in the table
             traceback.print_exc()
             cases.append(Case(entry.name, strategy, batch, None, False, failure=_one_line(error)))
-    flow = next((graph.flow for graph in captured_graphs(fast) if graph.refusal is None), None)
-    ops = flow.ops if flow else ()
-    num_unsplittable = sum(bool(op.unsplittable) for op in ops)
-    return Row(entry.name, strategy, tuple(cases), df.stats(fast).captures, len(ops), num_unsplittable, time.perf_counter() - began)
+    stats = df.stats(fast)
+    took = time.perf_counter() - began
+    return Row(entry.name, strategy, tuple(cases), stats.captures, stats.num_ops, stats.num_unsplittable, took)
 
 
 def _check_call(entry: Entry, module: nn.Module, fast: Any, strategy: str, batch: int, inputs: dict[str, Tensor]) -> Case:
     stats = df.stats(fast)
-    fallbacks, part_launches = dict(stats.fallbacks), stats.part_launches
+    fallbacks, part_launches = dict(stats.fallbacks), stats.num_part_launches
     got = entry.outputs(fast(**inputs))
     reasons = [reason for reason, count in stats.fallbacks.items() if count > fallbacks.get(reason, 0)]
-    part_launches = stats.part_launches - part_launches
+    part_launches = stats.num_part_launches - part_launches
     serial = entry.outputs(df.run_serialised(fast, **inputs))
     eager = entry.outputs(module(**inputs))
     ratio = error_ratio(got, eager, entry.reference(module, inputs))
     return Case(entry.name, strategy, batch, ratio, same_bits(got, serial), part_launches, "; ".join(map(_one_line, reasons)))
-
-
-def captured_graphs(fast: Any) -> list[Any]:
-    return of(fast).settings.graphs
 
 
 def _move(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -246,13 +240,13 @@ def markdown(rows: Sequence[Row], generations: Sequence[Generation], made_by: st
         "| model | ops | unsplittable | captures | " + " | ".join(STRATEGIES) + " | parts | error | bit-equal |",
         "|---|---|---|---|" + "---|" * len(STRATEGIES) + "---|---|---|",
     ]
-    for model, of in by_model.items():
-        cases = [c for row in of.values() for c in row.cases]
-        verdicts = [of[s].verdict if s in of else "" for s in STRATEGIES]
-        parts = " / ".join(str(of[s].num_part_launches) for s in ("2-way", "3-way") if s in of)
-        sizes = {(row.num_ops, row.num_unsplittable) for row in of.values()}
+    for model, table in by_model.items():
+        cases = [c for row in table.values() for c in row.cases]
+        verdicts = [table[s].verdict if s in table else "" for s in STRATEGIES]
+        parts = " / ".join(str(table[s].num_part_launches) for s in ("2-way", "3-way") if s in table)
+        sizes = {(row.num_ops, row.num_unsplittable) for row in table.values()}
         num_ops, num_unsplittable = max(sizes)
-        captures = max(row.captures for row in of.values())
+        captures = max(row.captures for row in table.values())
         lines.append(
             f"| {model} | {num_ops} | {num_unsplittable} | {captures} | {' | '.join(verdicts)} | {parts} "
             f"| {max(c.error_ratio or 0.0 for c in cases):.2f} | {'yes' if all(c.is_bit_equal for c in cases) else 'no'} |"

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
-from dynaflow.batch_rules import STATE, Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
+from dynaflow.batch_rules import REDUCES, STATE, Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
 
 __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 
@@ -46,8 +46,10 @@ _TRANSPARENT = {
 # ops that ask for something other than data
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 
+_ASSERTS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
+
 # higher-order ops that are known to write none of their arguments
-_PURE_BODIES = {"flex_attention", "cond", "map_impl", "scan", "associative_scan"}
+_PURE_BODIES = {"cond", "map_impl", "scan", "associative_scan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,12 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], 
     the symbols that mean the batch size. Placeholders that are not in `axes` carry the batch where their shape says so."""
     fake_mode = detect_fake_mode(list(inputs)) or FakeTensorMode()
     shape_env = fake_mode.shape_env
+    listener = _Listener(Sizes(symbols, shape_env))
     with contextlib.ExitStack() as stack:
         if shape_env is not None:
             stack.enter_context(shape_env.suppress_guards())
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(mock.patch.object(shape_env, "evaluate_sym_node", listener.spy(shape_env.evaluate_sym_node)))
         stack.enter_context(mock.patch.object(fake_mode, "allow_non_fake_inputs", True))
         stack.enter_context(_functorch_stack_kept())
         stack.enter_context(torch.no_grad())
@@ -102,7 +106,6 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], 
         stack.enter_context(enable_python_dispatcher())  # kernels written in C++ know no symbolic sizes
         # fakes of our own over the same storages: an in-place op may change a fake's shape
         own = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
-        listener = _Listener(Sizes(symbols, shape_env))
         walk = _Walk(gm, listener, axes, fake_mode)
         with listener:
             walk.run(*own, enable_io_processing=False)
@@ -201,8 +204,10 @@ class _Heard:
         self.read: set[Any] = set()
         self.written: set[Any] = set()
         self.uses: dict[str, None] = {}
-        # (reason, is it only a change of state)
-        self.reasons: list[tuple[str, bool]] = []
+        # (reason, is it only a change of state, what the op returned)
+        self.reasons: list[tuple[str, bool, Any]] = []
+        # results of `all` that were asserted: the rows of every part pass if all rows do
+        self.asserted: list[torch.Tensor] = []
         self.macs = 0
 
 
@@ -247,9 +252,10 @@ class _Listener(TorchDispatchMode):
         result = args[0] if is_wait else func(*args, **kwargs)
         self.keep((args, kwargs, result))
         call = Call(func, args, kwargs, result, self.sizes)
+        call.is_opaque = not is_op and find(func) is None
         if is_wait:
             call.written = call.tensors  # only now do its bytes arrive
-        elif (not is_op and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
+        elif (call.is_opaque and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
             call.written = call.tensors  # nothing says what they write
         self._note(call)
         return result
@@ -260,12 +266,26 @@ class _Listener(TorchDispatchMode):
         heard.read.update(_storage_key(t) for t in call.tensors)
         heard.written.update(_storage_key(t) for t in call.written)
         heard.uses.update(dict.fromkeys(groups(call.arguments)))
-        if _is_random(call) or not isinstance(call.func, torch._ops.OpOverload):
+        if _is_random(call) or call.is_opaque:
             heard.uses["rng"] = None
         reason, is_state = self._judge(call)
-        if reason:
-            heard.reasons.append((reason, is_state))
+        if reason or _holds(heard.asserted, call.tensors):
+            heard.reasons.append((reason or f"reduces over the batch ({call.func})", is_state, call.outs))
+        if call.func in _ASSERTS:
+            checked = [r for r in heard.reasons if _holds(r[2], call.tensors) and r[0].endswith("(aten.all.default)")]
+            heard.reasons = [r for r in heard.reasons if r not in checked]
+            heard.asserted += call.tensors if checked else []
         heard.macs += _macs(call)
+
+    def spy(self, evaluate: Any) -> Any:
+        """Some numbers (the scale of an attention) are made concrete before the op is dispatched, and look like constants."""
+
+        def evaluate_and_note(sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+            if sym_node.pytype is not bool and self.sizes.has_batch_symbol(sym_node.expr):
+                self._heard.reasons.append(("uses the batch size as a number", False, ()))
+            return evaluate(sym_node, *args, **kwargs)
+
+        return evaluate_and_note
 
     # ------------------------------------------------------------------------ 4: the verdict on one op
 
@@ -281,7 +301,7 @@ class _Listener(TorchDispatchMode):
                 return f"works on {type(tensor).__name__} {name}", False
         if any(id(t) in self.opaque or self.sizes.is_whole(t) for t in call.tensors):
             return f"reads a tensor that cannot be cut by rows {name}", False
-        if entry is None and not isinstance(call.func, torch._ops.OpOverload):
+        if call.is_opaque:
             return f"no rule for {call.func.name()}", False
         # what depends on nothing of the batch gives the same in every part
         if not numbers and not call.batched(*call.tensors):
@@ -299,7 +319,7 @@ class _Listener(TorchDispatchMode):
             verdict = entry.rule(call)
         except Exception as error:  # noqa: BLE001 (a rule that fails does not accept)
             return f"the rule failed with {type(error).__name__} {name}", False
-        if not entry.answers_for_writes and any(call.axis(t) is None for t in call.written):
+        if not entry.answers_for_writes and any(call.axis(t) is None for t in call.written) and verdict != REDUCES:
             return f"{STATE} {name}", False
         if isinstance(verdict, str):
             return f"{verdict} {name}", False
@@ -324,11 +344,13 @@ class _Listener(TorchDispatchMode):
             return NodeFacts()
         # a node that dispatches nothing hands on what it was given: getitem, dropout in eval mode
         read = heard.read if heard.calls else set(keys)
-        reasons = [(reason, False)] if reason else sorted(heard.reasons, key=lambda r: r[1])
+        if _holds(heard.asserted, tensors):
+            heard.reasons.append(("reduces over the batch", False, ()))
+        reasons = [(reason, False, ())] if reason else sorted(heard.reasons, key=lambda r: r[1])
         writes = heard.written & existed
         return NodeFacts(
             unsplittable=reasons[0][0] if reasons else "",
-            writes_state=bool(reasons) and all(is_state for _, is_state in reasons),
+            writes_state=bool(reasons) and all(is_state for _, is_state, _ in reasons),
             reads=frozenset(self.storage_ids[key] for key in read & existed),
             writes=frozenset(self.storage_ids[key] for key in writes),
             makes=frozenset(self.storage_ids[key] for key in keys if key not in existed),
@@ -351,6 +373,10 @@ def _storage_key(tensor: torch.Tensor) -> Any:
         return ("tensor", id(tensor))
 
 
+def _holds(tensors: Iterable[Any], wanted: Iterable[torch.Tensor]) -> bool:
+    return not {id(t) for t in tensors}.isdisjoint(map(id, wanted))
+
+
 def _is_random(call: Call) -> bool:
     """Tagged ops include attention and dropout, which draw nothing when the probability is 0 or the model in eval mode."""
     is_off = call.get("dropout_p") == 0 or call.get("train") is False or call.get("training") is False
@@ -363,12 +389,13 @@ def _has_no_rows(tensor: torch.Tensor, axis: int | None) -> bool:
 
 
 def _macs(call: Call) -> int:
-    formula = flop_registry.get(getattr(call.func, "overloadpacket", call.func))
-    if formula is None:
+    op = getattr(call.func, "overloadpacket", call.func)
+    if op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        op = torch.ops.aten._scaled_dot_product_flash_attention  # torch counts it on GPUs only
+    if op not in flop_registry:
         return 0
-    args = list(call.arguments.values())
     try:
-        return _hint(formula(*args, out_val=call.outs[0])) // 2
+        return _hint(flop_registry[op](*call.args, **call.kwargs, out_val=call.outs[0])) // 2
     except Exception:  # noqa: BLE001 (a count for the cost model: better none than no analysis)
         return 0
 

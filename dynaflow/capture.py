@@ -90,13 +90,13 @@ def _is_parameter(node: fx.Node) -> bool:
 
 @contextmanager
 def quiet_convolutions() -> Iterator[None]:
-    """Keep the fake convolution from asking whether the batch is 16 or more (NNPACK's rule), which would cut captures in two."""
+    """Keep the fake convolution from asking which CPU library it will be: NNPACK wants 16 rows, which would cut captures in two."""
     op = torch.ops.aten.convolution.default
     original = fake_impls.op_implementations_dict[op]
 
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
-        with torch.backends.nnpack.flags(enabled=False):
+        with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
             return original(*args, **kwargs)
 
     fake_impls.op_implementations_dict[op] = quiet
@@ -192,8 +192,12 @@ class Compiled:
             return self._call(*args, **kwargs)
         dims = self.batch_dims(args, kwargs, tensors)
         for tensor in tensors:
-            if id(tensor) in dims:
-                torch._dynamo.maybe_mark_dynamic(tensor, dims[id(tensor)])
+            for d, size in enumerate(tensor.shape):
+                if dims.get(id(tensor)) == d:
+                    torch._dynamo.maybe_mark_dynamic(tensor, d)
+                elif size == 1:
+                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
+                    torch._dynamo.mark_static(tensor, d)
         token = _batch_dims.set(dims)
         try:
             with fx_config.patch(backed_size_oblivious=True, use_duck_shape=False), quiet_convolutions():

@@ -121,6 +121,7 @@ class CapturedGraph:
         devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
         num_whole = sum(bool(op.unsplittable) for op in flow.ops)
+        self.settings.stats.num_ops, self.settings.stats.num_unsplittable = len(flow.ops), num_whole
         log.info("captured %s: %d nodes, %d ops (%d only over the whole batch) in %.0f ms", flow.label, len(self.gm.graph.nodes),
                  len(flow.ops), num_whole, (time.perf_counter() - began) * 1e3)  # fmt: skip
 
@@ -168,13 +169,16 @@ class CapturedGraph:
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
         facts = self.call_facts(args, next(iter(batch_sizes), 1), tags)
         planned = next((p for p in self.plans if p.holds(facts)), None)
+        is_new = planned is None
         if planned is None:
             planned = self.plan(facts)
             self.plans.append(planned)
         if planned.binder is None:
             return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
         bound = planned.binder.bind(dict(zip(self.flow.symbols, sizes)))
-        verify_memory(self.flow, planned.plan, bound.memory)
+        if is_new:
+            # Once per plan: for other sizes the same slots are laid out by the same rule, without overlap.
+            verify_memory(self.flow, planned.plan, bound.memory)
         self.settings.count(binds=1)
         return bound
 
@@ -235,7 +239,7 @@ class CapturedGraph:
                 cuda.issue(bound, run, self.device)
             else:
                 threads.issue(bound, run)
-            settings.count(planned_calls=1, launches=bound.num_launches, part_launches=bound.num_part_launches)
+            settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
             values.update(outputs)
             epilogue = built.epilogue
             return epilogue.fn(*[values[a] if type(a) is str else evaluate(a.text, bound.sizes) for a in epilogue.args])

@@ -103,6 +103,7 @@ class InspectedGraph(CapturedGraph):
         self.explained: list[Explained] = []
 
     def __call__(self, *args: Any) -> Any:
+        self.settings.count(calls=1)
         if self.refusal is not None:
             raise self.refusal.error or AssertionError(self.refusal.reason)
         sizes = tuple(args[i] if d is None else args[i].shape[d] for i, d in self._order)

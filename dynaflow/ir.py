@@ -172,6 +172,20 @@ class Flow:
         return tuple(table)
 
     @cached_property
+    def conflicts(self) -> tuple[tuple[Access, ...], ...]:
+        """`accesses` without the storages that no op writes: those can be read in any order."""
+        written = {a.storage for accesses in self.accesses for a in accesses if a.is_write}
+        return tuple(tuple(a for a in accesses if a.storage in written) for accesses in self.accesses)
+
+    @cached_property
+    def temps(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """Per op: the arena's values that it makes, and those that it reads or changes."""
+        temp = {v.name for v in self.values if v.role == "temp"}
+        return tuple(
+            (tuple(v for v in op.writes if v in temp), tuple(v for v in (*op.reads, *op.mutates) if v in temp)) for op in self.ops
+        )
+
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Program order over conflicting accesses, without what is already implied by a write in between.
 
@@ -185,7 +199,7 @@ class Flow:
         def edge(before: int, after: int, by_rows: bool) -> None:
             edges[before, after] = edges.get((before, after), True) and by_rows
 
-        for i, accesses in enumerate(self.accesses):
+        for i, accesses in enumerate(self.conflicts):
             for s, by_rows, is_write in accesses:
                 if s in free_order:
                     continue

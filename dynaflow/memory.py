@@ -27,24 +27,24 @@ def place(flow: Flow, plan: Plan) -> Plan:
     stream_index, table = clocks(plan)
     num_streams = len(stream_index)
     nominal = {s: _NOMINAL_BATCH if s in flow.batch else _NOMINAL_SIZE for s in flow.symbols}
-    temps = {v.name for v in flow.values if v.role == "temp"}
-    hidden = internal_values(flow, plan)
+    temps, op_index, hidden = flow.temps, flow.index, internal_values(flow, plan)
 
     # 1. lifetimes
     born: dict[str, list[int]] = {}
     last: dict[str, list[int]] = {}
     for launch, (s, position, before) in zip(plan.launches, table):
         for name, _ in launch.calls:
-            op = flow.op(name)
-            for value in op.writes:
-                if value in temps and value not in hidden:
-                    if value in born:
-                        born[value] = [min(a, b) for a, b in zip(born[value], before)]
-                    else:
-                        born[value] = before
-                        last[value] = [0] * num_streams
-                    last[value][s] = position + 1
-            for value in (*op.reads, *op.mutates):
+            made, touched = temps[op_index[name]]
+            for value in made:
+                if value in born:
+                    born[value] = [a if a < b else b for a, b in zip(born[value], before)]
+                elif value not in hidden:
+                    born[value] = before
+                    last[value] = [0] * num_streams
+                else:
+                    continue
+                last[value][s] = position + 1
+            for value in touched:
                 if value in last:
                     last[value][s] = position + 1
 

@@ -15,6 +15,7 @@ import sys
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import accumulate
+from math import lcm
 from types import FrameType
 from typing import Any, Callable, Iterable, Sequence
 
@@ -277,9 +278,7 @@ class Planner:
                 raise errors.PartsDoNotTile(
                     f"the shares {numbers} do not tile the batch.", where=where, why=f"they add up to {sum(numbers):g}",
                     fix="give positive shares that add up to 1")  # fmt: skip
-            of = 1
-            for end in ends:
-                of = of * end.denominator // Fraction(of, end.denominator).numerator if of % end.denominator else of
+            of = lcm(*(end.denominator for end in ends))
             marks = [0, *(int(end * of) for end in ends)]
         else:
             of = int(self.context.batch_size)

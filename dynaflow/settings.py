@@ -21,6 +21,9 @@ class Stats:
     """Counters of one compiled callable (`df.stats(fast)`) or of the process (`df.stats()`)."""
 
     captures: int = 0
+    # ops of the graph that was captured last, and those of them that run over the whole batch
+    num_ops: int = 0
+    num_unsplittable: int = 0
     # strategies run
     plans: int = 0
     # plans bound to new sizes
@@ -29,8 +32,8 @@ class Stats:
     calls: int = 0
     planned_calls: int = 0
     # launches issued, and those of them that ran on a part of the batch
-    launches: int = 0
-    part_launches: int = 0
+    num_launches: int = 0
+    num_part_launches: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
 

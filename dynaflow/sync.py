@@ -24,7 +24,8 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
     num_segments = segments_of.count
     stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
     num_streams = len(stream_index)
-    accesses, op_index = flow.accesses, flow.index
+    accesses, op_index = flow.conflicts, flow.index
+    everything = range(num_segments)
 
     # clock[s][t]: how many launches of stream t are known to be finished when stream s runs its next one.
     # The caller's stream counts `start` as its first.
@@ -33,17 +34,17 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
     length = [1] + [0] * (num_streams - 1)
     start_clock = list(clock[0])
     clock_after: list[list[list[int]]] = [[start_clock]] + [[] for _ in range(num_streams - 1)]
-    launch_at: list[list[int]] = [[-1]] + [[] for _ in range(num_streams - 1)]
 
     writer: dict[int, tuple[int, int]] = {}
     readers: dict[int, list[tuple[int, int]]] = {}
     waits: list[list[tuple[int, int]]] = []  # per launch, and once more for the end: (stream, position) to wait for
     awaited: set[tuple[int, int]] = set()
+    nothing: list[tuple[int, int]] = []
 
     def settle(s: int, need: dict[int, int]) -> list[tuple[int, int]]:
-        """Steps 4 and 5 for stream s: the (stream, position) pairs that must become waits."""
+        """Step 4 for stream s: the (stream, position) pairs that must become waits. All of `need` is still open."""
         mine = clock[s]
-        open_needs = [(t, p) for t, p in need.items() if mine[t] <= p]
+        open_needs = list(need.items())
         if len(open_needs) > 1:
             open_needs = [
                 (t, p) for t, p in open_needs
@@ -56,33 +57,36 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
                     mine[u] = known
         return open_needs
 
-    for number, launch in enumerate(launches):
+    for launch in launches:
         s = stream_index[launch.stream]
         me = (s, length[s])
-        need: dict[int, int] = {} if s == 0 else {0: 0}
+        mine = clock[s]
+        need: dict[int, int] = {} if mine[0] else {0: 0}
         for op, part in launch.calls:
             rows = segments_of[part]
             for storage, by_rows, is_write in accesses[op_index[op]]:
                 base = storage * num_segments
-                for segment in rows if by_rows else range(num_segments):
+                for segment in rows if by_rows else everything:
                     key = base + segment
-                    last = writer.get(key)
-                    if last is not None and last[0] != s and need.get(last[0], -1) < last[1]:
-                        need[last[0]] = last[1]
+                    if key in writer:
+                        t, p = writer[key]
+                        if t != s and mine[t] <= p and need.get(t, -1) < p:
+                            need[t] = p
                     if is_write:
-                        for t, p in readers.pop(key, ()):
-                            if t != s and need.get(t, -1) < p:
-                                need[t] = p
+                        if key in readers:
+                            for t, p in readers.pop(key):
+                                if t != s and mine[t] <= p and need.get(t, -1) < p:
+                                    need[t] = p
                         writer[key] = me
+                    elif key in readers:
+                        readers[key].append(me)
                     else:
-                        readers.setdefault(key, []).append(me)
-        waits.append(settle(s, need) if need else [])
+                        readers[key] = [me]
+        waits.append(settle(s, need) if need else nothing)
         length[s] += 1
-        mine = clock[s]
         mine[s] = length[s]
         clock_after[s].append(mine[:])
-        launch_at[s].append(number)
-    waits.append(settle(0, {t: length[t] - 1 for t in range(1, num_streams) if length[t]}))
+    waits.append(settle(0, {t: length[t] - 1 for t in range(1, num_streams) if length[t] > clock[0][t]}))
 
     # 5. Assemble: events are named in the order in which they are recorded.
     names: dict[tuple[int, int], str] = {(0, 0): START}
@@ -90,7 +94,8 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
     position = [1] + [0] * (num_streams - 1)
     for number, launch in enumerate(launches):
         s = stream_index[launch.stream]
-        steps.extend(Wait(names[need], launch.stream) for need in sorted(waits[number]))
+        if waits[number]:
+            steps.extend(Wait(names[need], launch.stream) for need in sorted(waits[number]))
         steps.append(launch)
         here = (s, position[s])
         position[s] += 1

@@ -528,7 +528,7 @@ def _op(
 def _kind(nodes: Sequence[fx.Node], infos: Sequence[Any], facts: Facts) -> str:
     if any(token.startswith("group:") for info in infos for token in info.uses):
         return "network"
-    if any(info.macs for info in infos):
+    if any(info.macs or any("attention" in call for call in info.calls) for info in infos):
         return "compute"
     devices = {x.device for n in nodes for a in (n, *n.all_input_nodes) for x in leaves(facts.fake[a]) if isinstance(x, torch.Tensor)}
     return "copy" if len({d.type for d in devices}) > 1 else "memory"

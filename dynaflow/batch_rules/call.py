@@ -49,9 +49,12 @@ class Sizes:
     def has_batch(self, value: Any) -> bool:
         """Whether a number, or any number in a pytree of them, contains the batch size."""
         return any(
-            isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not leaf.node.expr.free_symbols.isdisjoint(self._to_batch)
+            isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self.has_batch_symbol(leaf.node.expr)
             for leaf in pytree.tree_leaves(list(value) if isinstance(value, torch.Size) else value)
         )
+
+    def has_batch_symbol(self, expr: sympy.Basic) -> bool:
+        return not expr.free_symbols.isdisjoint(self._to_batch)
 
     def is_multiple(self, size: Any) -> bool:
         """Whether size == batch * c, with c free of the batch."""
@@ -80,7 +83,9 @@ class Call:
     """Arguments by the names of the op's schema, defaults filled in: `call["dim"]`."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sizes: Sizes):
-        self.func, self.sizes = func, sizes
+        self.func, self.args, self.kwargs, self.sizes = func, args, kwargs, sizes
+        # a higher-order op without a rule: its body is not seen, and may do anything
+        self.is_opaque = False
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order op: by position
             self.arguments: dict[str, Any] = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}

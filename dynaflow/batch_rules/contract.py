@@ -132,4 +132,5 @@ def _uses_argument(function: Any, index: int) -> bool:
     if not isinstance(function, torch.fx.GraphModule):
         return True
     placeholders = [n for n in function.graph.nodes if n.op == "placeholder"]
-    return index >= len(placeholders) or bool(placeholders[index].users)
+    # `b.new_ones(())` takes only dtype and device
+    return index >= len(placeholders) or any(not str(user.target).startswith("new_") for user in placeholders[index].users)

@@ -27,6 +27,11 @@ def counted(call: Call) -> Verdict:
     return ROW_NUMBER
 
 
+@rules("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", sizes=("self", "size"))
+def checked(call: Call) -> Verdict:
+    return "checks the batch size"
+
+
 # ---------------------------------------------------------------------------- views
 
 

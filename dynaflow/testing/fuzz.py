@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -41,8 +41,9 @@ from dynaflow.runtime.program import bind
 from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
+from dynaflow.testing.edits import harmless_edit, mutate_memory
 from dynaflow.testing.flows import Case, random_flow
-from dynaflow.testing.mutate import MUTATIONS, apply, harmless_edit, mutate_memory
+from dynaflow.testing.mutate import MUTATIONS, apply
 from dynaflow.testing.oracle import show_wrong
 from dynaflow.testing.strategies import RandomStrategy
 from dynaflow.verify import verify, verify_memory
@@ -124,7 +125,9 @@ def plan_problems(plan: Plan, case: Case, seed: int) -> Iterator[str]:
             yield f"wait {step.event} @{step.stream} (step {at}) can be left out"
 
 
-def run_problems(plan: Plan, functions: Functions, case: Case, expected: dict[str, torch.Tensor], count: int, tally: Tally) -> Iterator[str]:
+def run_problems(
+    plan: Plan, functions: Functions, case: Case, expected: dict[str, torch.Tensor], count: int, tally: Tally
+) -> Iterator[str]:
     program = replace(case.program, functions=functions)
     serialised = bind(plan.serialised(), program, case.sizes)
     bound = bind(plan, program, case.sizes)
@@ -262,12 +265,16 @@ def as_json(tally: Tally, elapsed_s: float, made_by: str) -> dict[str, Any]:
     mutants = sum(tally.mutants.values(), Counter())
     return {
         "suite": "fuzz", "made_by": made_by, "commit": commit or "not committed",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"gpu": None, "cpu": platform.processor() or platform.machine()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "rows": [{"row": name, **{k: v for k, v in counts.items()}} for name, counts in sorted(tally.mutants.items())],
-        "summary": {**tally.counts, "classes": len(tally.mutants), "mutants": mutants["made"], "wrong": mutants["wrong"], "missed": mutants["missed"],
-                    "refused_not_shown_wrong": mutants["refused, not shown wrong"], "violations": len(tally.violations), "elapsed_s": round(elapsed_s)},
+        "rows": [{"row": name, **counts} for name, counts in sorted(tally.mutants.items())],
+        "summary": {
+            **tally.counts, "classes": len(tally.mutants), "mutants": mutants["made"], "wrong": mutants["wrong"],
+            "missed": mutants["missed"],
+            "refused_not_shown_wrong": mutants["refused, not shown wrong"], "violations": len(tally.violations),
+            "elapsed_s": round(elapsed_s),
+        },
     }  # fmt: skip
 
 

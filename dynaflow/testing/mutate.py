@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from dynaflow.ir import CALLER, START, WHOLE, Flow, Launch, Part, Plan, Record, Step, Wait
-from dynaflow.memory import ALIGNMENT, Memory
 
 Mutation = Callable[[random.Random, Plan, Flow], Plan | None]
 MUTATIONS: dict[str, Mutation] = {}
@@ -59,8 +59,12 @@ def _moved(plan: Plan, source: int, target: int) -> Plan:
     return _with(plan, steps)
 
 
-def _replaced(plan: Plan, at: int, step: Step) -> Plan:
-    return _with(plan, [step if i == at else old for i, old in enumerate(plan.steps)])
+def _step(plan: Plan, at: int) -> Any:
+    return plan.steps[at]
+
+
+def _changed(plan: Plan, at: int, **fields: Any) -> Plan:
+    return _with(plan, [replace(step, **fields) if i == at else step for i, step in enumerate(plan.steps)])
 
 
 def _choose(rng: random.Random, items: list[int]) -> int | None:
@@ -69,11 +73,11 @@ def _choose(rng: random.Random, items: list[int]) -> int | None:
 
 def _plain(plan: Plan) -> list[int]:
     """Launches of one op, without a replacement."""
-    return [i for i in _at(plan, Launch) if not plan.steps[i].replace]  # type: ignore[union-attr]
+    return [i for i in _at(plan, Launch) if not _step(plan, i).replace]
 
 
 def _call(plan: Plan, at: int) -> tuple[str, Part]:
-    return plan.steps[at].calls[0]  # type: ignore[union-attr]
+    return _step(plan, at).calls[0]
 
 
 def _streams(plan: Plan) -> list[str]:
@@ -100,8 +104,8 @@ def _drop_record_and_its_waits(rng: random.Random, plan: Plan, flow: Flow) -> Pl
     at = _choose(rng, _at(plan, Record))
     if at is None:
         return None
-    event = plan.steps[at].event  # type: ignore[union-attr]
-    return _without(plan, *(i for i, step in enumerate(plan.steps) if type(step) is not Launch and step.event == event))
+    event = _step(plan, at).event
+    return _without(plan, *(i for i in (*_at(plan, Record), *_at(plan, Wait)) if _step(plan, i).event == event))
 
 
 @_mutation
@@ -133,7 +137,7 @@ def _wait_for_another_event(rng: random.Random, plan: Plan, flow: Flow) -> Plan 
     at, other = _choose(rng, _at(plan, Wait)), _choose(rng, _at(plan, Record))
     if at is None or other is None:
         return None
-    return _replaced(plan, at, replace(plan.steps[at], event=plan.steps[other].event))  # type: ignore[union-attr, call-arg]
+    return _changed(plan, at, event=_step(plan, other).event)
 
 
 @_mutation
@@ -143,22 +147,22 @@ def _wait_for_an_earlier_event_of_that_stream(rng: random.Random, plan: Plan, fl
     at = _choose(rng, _at(plan, Wait))
     if at is None:
         return None
-    recorded = {plan.steps[i].event: i for i in records}  # type: ignore[union-attr]
-    mine = recorded[plan.steps[at].event]  # type: ignore[union-attr]
-    before = [i for i in records if i < mine and plan.steps[i].stream == plan.steps[mine].stream]
-    return _replaced(plan, at, replace(plan.steps[at], event=plan.steps[before[-1]].event)) if before else None  # type: ignore[union-attr, call-arg]
+    recorded = {_step(plan, i).event: i for i in records}
+    mine = recorded[_step(plan, at).event]
+    before = [i for i in records if i < mine and _step(plan, i).stream == _step(plan, mine).stream]
+    return _changed(plan, at, event=_step(plan, before[-1]).event) if before else None
 
 
 @_mutation
 def _wait_on_the_wrong_stream(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     at = _choose(rng, _at(plan, Wait))
-    return None if at is None else _replaced(plan, at, replace(plan.steps[at], stream=rng.choice(_streams(plan))))
+    return None if at is None else _changed(plan, at, stream=rng.choice(_streams(plan)))
 
 
 @_mutation
 def _record_on_the_wrong_stream(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     at = _choose(rng, _at(plan, Record))
-    return None if at is None else _replaced(plan, at, replace(plan.steps[at], stream=rng.choice(_streams(plan))))
+    return None if at is None else _changed(plan, at, stream=rng.choice(_streams(plan)))
 
 
 @_mutation
@@ -167,27 +171,27 @@ def _event_recorded_twice(rng: random.Random, plan: Plan, flow: Flow) -> Plan | 
     if len(records) < 2:
         return None
     a, b = rng.sample(records, 2)
-    return _replaced(plan, a, replace(plan.steps[a], event=plan.steps[b].event))  # type: ignore[union-attr, call-arg]
+    return _changed(plan, a, event=_step(plan, b).event)
 
 
 @_mutation
 def _drop_join(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
-    joins = [i for i in _at(plan, Wait) if plan.steps[i].stream == CALLER]
+    joins = [i for i in _at(plan, Wait) if _step(plan, i).stream == CALLER]
     return _without(plan, rng.choice(joins)) if joins else None
 
 
 @_mutation
 def _join_too_early(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     """The last record of a stream, before its last launch."""
-    joined = {plan.steps[i].event for i in _at(plan, Wait) if plan.steps[i].stream == CALLER}  # type: ignore[union-attr]
-    records = [i for i in _at(plan, Record) if plan.steps[i].event in joined and i > 0]  # type: ignore[union-attr]
+    joined = {_step(plan, i).event for i in _at(plan, Wait) if _step(plan, i).stream == CALLER}
+    records = [i for i in _at(plan, Record) if _step(plan, i).event in joined and i > 0]
     at = _choose(rng, records)
     return None if at is None else _moved(plan, at, at - 1)
 
 
 @_mutation
 def _drop_start_wait(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
-    waits = [i for i in _at(plan, Wait) if plan.steps[i].event == START]  # type: ignore[union-attr]
+    waits = [i for i in _at(plan, Wait) if _step(plan, i).event == START]
     return _without(plan, rng.choice(waits)) if waits else None
 
 
@@ -217,9 +221,9 @@ def _swap_what_two_launches_do(rng: random.Random, plan: Plan, flow: Flow) -> Pl
         return None
     k = rng.randrange(len(launches) - 1)
     a, b = launches[k], launches[min(len(launches) - 1, k + rng.randint(1, 3))]
-    one, other = plan.steps[a], plan.steps[b]
-    mutant = _replaced(plan, a, replace(one, calls=other.calls, replace=other.replace))  # type: ignore[union-attr, call-arg]
-    return _replaced(mutant, b, replace(other, calls=one.calls, replace=one.replace))  # type: ignore[union-attr, call-arg]
+    one, other = _step(plan, a), _step(plan, b)
+    mutant = _changed(plan, a, calls=other.calls, replace=other.replace)
+    return _changed(mutant, b, calls=one.calls, replace=one.replace)
 
 
 def _swapped(plan: Plan, a: int, b: int) -> Plan:
@@ -231,7 +235,7 @@ def _swapped(plan: Plan, a: int, b: int) -> Plan:
 @_mutation
 def _launch_on_another_stream(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     at = _choose(rng, _at(plan, Launch))
-    return None if at is None else _replaced(plan, at, replace(plan.steps[at], stream=rng.choice(_streams(plan))))
+    return None if at is None else _changed(plan, at, stream=rng.choice(_streams(plan)))
 
 
 @_mutation
@@ -266,16 +270,16 @@ def _swap_part_order(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     if not split:
         return None
     a, b = rng.sample(rng.choice(split), 2)
-    one, other = plan.steps[a], plan.steps[b]
-    mutant = _replaced(plan, a, replace(one, calls=other.calls))  # type: ignore[union-attr, call-arg]
-    return _replaced(mutant, b, replace(other, calls=one.calls))  # type: ignore[union-attr, call-arg]
+    one, other = _step(plan, a), _step(plan, b)
+    mutant = _changed(plan, a, calls=other.calls)
+    return _changed(mutant, b, calls=one.calls)
 
 
 # ---------------------------------------------------------------------------- parts
 
 
 def _with_part(plan: Plan, at: int, part: Part) -> Plan:
-    return _replaced(plan, at, replace(plan.steps[at], calls=((_call(plan, at)[0], part),)))  # type: ignore[union-attr, call-arg]
+    return _changed(plan, at, calls=((_call(plan, at)[0], part),))
 
 
 @_mutation
@@ -322,8 +326,8 @@ def _split_a_launch(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
 def _merge_parts(rng: random.Random, plan: Plan, flow: Flow) -> Plan | None:
     """One launch over two adjacent parts, in the place of the first or of the second of them."""
     pairs = [
-        (a, b) for a in _plain(plan) for b in _plain(plan)
-        if _call(plan, a)[0] == _call(plan, b)[0] and _call(plan, a)[1].of == _call(plan, b)[1].of and _call(plan, a)[1].hi == _call(plan, b)[1].lo
+        (a, b) for a in _plain(plan) for b in _plain(plan) if _call(plan, a)[0] == _call(plan, b)[0]
+        and _call(plan, a)[1].of == _call(plan, b)[1].of and _call(plan, a)[1].hi == _call(plan, b)[1].lo
     ]  # fmt: skip
     if not pairs:
         return None
@@ -347,7 +351,7 @@ def _in_halves(plan: Plan, at: int) -> Plan:
     middle = (part.lo + part.hi) // 2
     steps = list(plan.steps)
     steps[at : at + 1] = [
-        replace(steps[at], calls=((name, Part(lo, hi, part.of)),)) for lo, hi in ((part.lo, middle), (middle, part.hi))  # type: ignore[call-arg]
+        replace(_step(plan, at), calls=((name, Part(lo, hi, part.of)),)) for lo, hi in ((part.lo, middle), (middle, part.hi))
     ]
     return _with(plan, steps)
 
@@ -382,57 +386,3 @@ def _value_without_slot(rng: random.Random, plan: Plan, flow: Flow) -> Plan | No
         return None
     k = rng.randrange(len(plan.slots))
     return replace(plan, slots=plan.slots[:k] + plan.slots[k + 1 :])
-
-
-# ---------------------------------------------------------------------------- bytes of a bound plan
-
-MEMORY_MUTATIONS = ("buffer moved", "buffer moved by a few bytes", "buffer outside the arena", "arena too small")
-
-
-def mutate_memory(memory: Memory, rng: random.Random) -> tuple[str, Memory]:
-    """Another offset for one value, or a smaller arena. Needs at least one value."""
-    name = rng.choice(MEMORY_MUTATIONS)
-    value = rng.choice(list(memory.offsets))
-    offset, nbytes = memory.offsets[value]
-    room = max(0, memory.arena_bytes - nbytes)
-    if name == "arena too small":
-        return name, Memory(memory.offsets, max(8, (memory.arena_bytes - ALIGNMENT * rng.randint(1, 2)) // 8 * 8))
-    if name == "buffer moved":
-        new = rng.randint(0, room // 8) * 8
-    elif name == "buffer moved by a few bytes":
-        new = max(0, min(room // 8 * 8, offset + 8 * rng.choice((-3, -2, -1, 1, 2, 3, 32, -32))))
-    else:
-        new = memory.arena_bytes - rng.randint(0, max(0, nbytes // 8 - 1)) * 8
-    return name, Memory({**memory.offsets, value: (new, nbytes)}, memory.arena_bytes)
-
-
-# ---------------------------------------------------------------------------- edits that change nothing
-
-
-def harmless_edit(plan: Plan, rng: random.Random) -> Plan:
-    """The same schedule written differently, or with more waits than it needs. Must stay accepted."""
-    edit = rng.choice((_more_waits, _other_names, _streams_turned, _own_slots))
-    return edit(plan, rng)
-
-
-def _more_waits(plan: Plan, rng: random.Random) -> Plan:
-    """A new record anywhere, and a wait for it anywhere behind it."""
-    steps = list(plan.steps)
-    for number in range(rng.randint(1, 4)):
-        at = rng.randint(0, len(steps))
-        steps.insert(at, Record(f"more{number}", rng.choice(_streams(plan))))
-        steps.insert(rng.randint(at + 1, len(steps)), Wait(f"more{number}", rng.choice(_streams(plan))))
-    return _with(plan, steps)
-
-
-def _other_names(plan: Plan, rng: random.Random) -> Plan:
-    steps = [s if type(s) is Launch or s.event == START else replace(s, event=f"renamed.{s.event}") for s in plan.steps]  # type: ignore[union-attr, call-arg]
-    return _with(plan, steps)
-
-
-def _streams_turned(plan: Plan, rng: random.Random) -> Plan:
-    return replace(plan, streams=plan.streams[::-1])
-
-
-def _own_slots(plan: Plan, rng: random.Random) -> Plan:
-    return replace(plan, slots=tuple((value, k) for k, (value, _) in enumerate(plan.slots)))

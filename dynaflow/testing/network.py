@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,20 +71,14 @@ def duration_us(x: torch.Tensor, latency_us: float, gbps: float) -> float:
     return latency_us + (x.numel() * x.element_size() * 8e-3 / gbps if gbps else 0.0)
 
 
-class AllReduce(nn.Module):
-    """A forward hook that reduces a module's output: the tensor itself, or the first of a tuple.
+def _reduce_output(module: Any, args, output):
+    """A forward hook: reduces the output, or the first of a tuple.
 
-    A module with whole numbers, because those Dynamo takes as constants; other objects' numbers, and floats, as inputs of the graph.
+    The numbers lie on the module, and are whole: those Dynamo takes as constants; floats and other objects' numbers as inputs of the graph.
     """
-
-    def __init__(self, latency_us: float, gbps: float):
-        super().__init__()
-        self.latency_ns, self.bits_per_second = round(latency_us * 1e3), round(gbps * 1e9)
-
-    def forward(self, module: nn.Module, args, output):
-        x = output[0] if isinstance(output, tuple) else output
-        reduced = all_reduce(x, self.latency_ns / 1e3, self.bits_per_second / 1e9)
-        return (reduced, *output[1:]) if isinstance(output, tuple) else reduced
+    x = output[0] if isinstance(output, tuple) else output
+    reduced = all_reduce(x, module.emulated_latency_ns / 1e3, module.emulated_bits_per_second / 1e9)
+    return (reduced, *output[1:]) if isinstance(output, tuple) else reduced
 
 
 def add_collectives(model: nn.Module, names: str | Sequence[str], *, latency_us: float = 100.0, gbps: float = 0.0) -> list[RemovableHandle]:
@@ -96,7 +91,9 @@ def add_collectives(model: nn.Module, names: str | Sequence[str], *, latency_us:
             known = ", ".join(name for name, _ in list(model.named_modules())[1:6])
             what, why = f"no module of {type(model).__name__} matches {glob!r}.", f"its modules are {known}, ..."
             raise PartitionError(what, why=why, fix="see model.named_modules()")
-        handles += [module.register_forward_hook(AllReduce(latency_us, gbps)) for module in found]
+        for module in found:
+            module.emulated_latency_ns, module.emulated_bits_per_second = round(latency_us * 1e3), round(gbps * 1e9)
+            handles.append(module.register_forward_hook(_reduce_output))
     return handles
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynaflow.planner import Planner, ReadyOp
-from dynaflow.runtime.program import Expr
 from dynaflow.strategy import Strategy
-from dynaflow.testing.flows import Case, fuse
+
+if TYPE_CHECKING:
+    from dynaflow.testing.flows import Case
 
 
 class RandomStrategy(Strategy):
@@ -37,7 +37,7 @@ class RandomStrategy(Strategy):
             group = self._replaced(flow, rng, r, ready) if roll < 0.12 and self._case is not None else []
             if group and self._case is not None:
                 number += 1
-                function = fuse(self._case, [(x.name, x.part) for x in group], f"fused_{number}")
+                function = self._case.fuse([(x.name, x.part) for x in group], f"fused_{number}")
                 flow.execute(group, stream=stream, replace=function)
             elif roll > 0.8:
                 flow.execute(self._adjacent(r, ready), stream=stream)
@@ -67,17 +67,13 @@ class RandomStrategy(Strategy):
 
     def _replaced(self, flow: Planner, rng: random.Random, r: ReadyOp, ready: list[ReadyOp]) -> list[ReadyOp]:
         """Two or more calls for one function: r and a user of it on the same rows; or r and another ready op; across parts or not."""
-        takes_sizes = self._takes_sizes()
-        if takes_sizes(r):
+        assert self._case is not None
+        fusible = self._case.can_fuse
+        if not fusible(r.name):
             return []
         successors = flow._successors[r._item]
-        users = [u for u in r.users if u.part == r.part and successors.count(u._item) == flow._num_unmet[u._item] and not takes_sizes(u)]
-        others = [x for x in ready if x is not r and not takes_sizes(x)]
+        users = [u for u in r.users if u.part == r.part and successors.count(u._item) == flow._num_unmet[u._item] and fusible(u.name)]
+        others = [x for x in ready if x is not r and fusible(x.name)]
         if users and rng.random() < 0.7:
             return [r, rng.choice(users)]
         return [r, *rng.sample(others, min(len(others), rng.randint(1, 2)))] if others else []
-
-    def _takes_sizes(self) -> Callable[[ReadyOp], bool]:
-        """A replacement gets tensors alone: ops that take a size as an argument stay as they are."""
-        units = self._case.program.units if self._case is not None else {}
-        return lambda r: any(isinstance(arg, Expr) for arg in units[r.name].args)

@@ -12,13 +12,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dynaflow.ir import Flow, Plan, Wait
+from dynaflow.ir import Flow, Plan
 from dynaflow.verify.memory import verify_memory
 from dynaflow.verify.order import check_order
 from dynaflow.verify.ranks import verify_ranks
 from dynaflow.verify.structure import index
 
 __all__ = ["Report", "verify", "verify_memory", "verify_ranks"]
+
+CHECKS = ("structure", "order", "slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,6 @@ def verify(plan: Plan, flow: Flow) -> Report:
     """Prove that the plan gives the program's result under every legal interleaving, or raise what is wrong with it."""
     started = time.perf_counter()
     indexed = index(plan, flow)
-    check_order(plan, flow, indexed)
+    num_streams = check_order(plan, flow, indexed)
     elapsed_us = (time.perf_counter() - started) * 1e6
-    num_waits = sum(type(step) is Wait for step in plan.steps)
-    num_streams = len({step[0] for step in indexed.steps if step[1] >= 0})
-    return Report(len(plan.launches), num_waits, num_streams, ("structure", "order", "slots"), elapsed_us)
+    return Report(indexed.num_launches, indexed.num_waits, num_streams, CHECKS, elapsed_us)

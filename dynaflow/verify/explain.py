@@ -10,7 +10,7 @@ from dynaflow.ir import Flow, Launch, Plan, Record
 if TYPE_CHECKING:
     from dynaflow.verify.structure import Indexed
 
-_SYNCHRONISE = "dynaflow.sync.synchronise(flow, plan without waits) adds the missing wait"
+_SYNCHRONISE = "df.synchronise(flow, plan) makes the waits anew"
 _MAX_ROWS = 5
 
 
@@ -103,8 +103,8 @@ def conflict(
             why=f"no path of waits orders {position(plan, first)} before {position(plan, last)}", fix=_SYNCHRONISE,
             picture=lanes(plan, first, last))  # fmt: skip
     return errors.WrongOrder(
-        f"'{b.label}' on {b.stream} {verb_last} what '{a.label}' on {a.stream} {verb_first}, and comes too late.", where=b.where, region=region,
-        why=f"in the program, {flow.ops[op_last].name} comes before {flow.ops[op_first].name}",
+        f"'{b.label}' on {b.stream} {verb_last} what '{a.label}' on {a.stream} {verb_first}, and comes too late.", where=b.where,
+        region=region, why=f"in the program, {flow.ops[op_last].name} comes before {flow.ops[op_first].name}",
         fix="launch them in the order of the program", picture=lanes(plan, first, last))  # fmt: skip
 
 
@@ -122,13 +122,13 @@ def shared(
     return errors.LiveOverlap(
         f"'{b.label}' on {b.stream} writes '{flow.storages[storage]}' over '{old}', which '{a.label}' on {a.stream} may still use.",
         where=b.where, region=f"slot {slot}", why=f"no path of waits orders {position(plan, first)} before {position(plan, last)}",
-        fix="dynaflow.memory.place(flow, plan) gives slots for these waits", picture=lanes(plan, first, last))  # fmt: skip
+        fix="df.place(flow, plan) gives slots for these waits", picture=lanes(plan, first, last))  # fmt: skip
 
 
 def shared_inside(flow: Flow, launch: Launch, one: int, other: int, slot: int) -> errors.LiveOverlap:
     return errors.LiveOverlap(
         f"'{launch.label}' uses '{flow.storages[one]}' and '{flow.storages[other]}', which share memory.", where=launch.where,
-        region=f"slot {slot}", why="one function may read its inputs until its end", fix="dynaflow.memory.place(flow, plan) keeps them apart",
+        region=f"slot {slot}", why="one function may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
     )
 
 
@@ -147,7 +147,7 @@ def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: in
         f"'{launch.label}' on {launch.stream} {_verb(flow, op_last, storage)} '{flow.storages[storage]}', "
         f"which '{launch_at(plan, first).label}' overwrote with '{other}'.",
         where=launch.where, region=f"slot {slot}", why="values of one slot live one after the other",
-        fix="dynaflow.memory.place(flow, plan) gives slots for this order", picture=lanes(plan, first, last))  # fmt: skip
+        fix="df.place(flow, plan) gives slots for this order", picture=lanes(plan, first, last))  # fmt: skip
 
 
 def _in_slot(indexed: Indexed, slot: int) -> list[int]:
@@ -173,4 +173,5 @@ def not_joined(plan: Plan, last: int) -> errors.UnjoinedStream:
 
 def never_made(op: str, value: str) -> errors.WrongOrder:
     return errors.WrongOrder(
-        f"'{op}' reads '{value}', which no op before it makes.", why="the flow itself is not in program order", fix="this is a bug in the partition")
+        f"'{op}' reads '{value}', which no op before it makes.", why="the flow itself is not in program order",
+        fix="this is a bug in the partition")  # fmt: skip

@@ -3,8 +3,10 @@
 Contract: of a plan that `verify` accepted. Intervals of bytes are compared, not start addresses.
 
 1. Bounds: every value that has a slot has a buffer, of the size that its expression gives, inside the arena.
-2. Lifetimes, once per plan: what every access of a storage knows to be over (`born`), and its last access per stream (`last`).
-3. In the order of first access, each buffer takes its bytes from those that hold them now. Each of those must be over:
+2. Where the slots do not overlap, nothing is left to show: `verify` proved for every size that values of one slot live one after
+   the other. This is what `bind_memory` gives, and takes no time. Otherwise:
+3. Lifetimes: what every access of a storage knows to be over (`born`), and its last access per stream (`last`).
+4. In the order of first access, each buffer takes its bytes from those that hold them now. Each of those must be over:
    every access of it happens before every access of the new one. What they took their bytes from is over by then, too.
 """
 
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dynaflow import errors
 from dynaflow.ir import Flow, Launch, Plan, evaluate
-from dynaflow.verify.structure import RECORD, index, remember
+from dynaflow.verify.structure import RECORD, index
 
 
 class Life(NamedTuple):
@@ -28,39 +30,61 @@ class Life(NamedTuple):
 
 def verify_memory(flow: Flow, plan: Plan, memory: Any, sizes: Mapping[str, int] | None = None) -> None:
     """`memory` has `offsets` (value -> (offset, bytes)) and `arena_bytes`; with `sizes`, the bytes are checked as well."""
-    # 1. bounds
     offsets, arena_bytes = memory.offsets, memory.arena_bytes
-    expected: dict[str, int] = {}
-    for name, _ in plan.slots:
+    slot_bytes: dict[int, tuple[int, int]] = {}
+    # 1. bounds
+    for name, slot in plan.slots:
         if name not in offsets:
             raise errors.MalformedPlan(f"'{name}' has a slot and no bytes.", fix="bind the memory again: bind_memory(flow, plan, sizes)")
+        offset, nbytes = offsets[name]
+        end = offset + nbytes
+        if offset < 0 or nbytes < 0 or end > arena_bytes:
+            raise errors.ArenaOverflow(
+                f"'{name}' lies outside the arena.", region=f"bytes [{offset:#x}:{end:#x}] of an arena of {arena_bytes:#x}",
+                fix="bind the memory again: bind_memory(flow, plan, sizes)")  # fmt: skip
+        old = slot_bytes.get(slot)
+        slot_bytes[slot] = (offset, end) if old is None else (min(offset, old[0]), max(end, old[1]))
+    if len(offsets) > len(plan.slots):
+        extra = next(name for name in offsets if name not in dict(plan.slots))
+        raise errors.MalformedPlan(f"'{extra}' has bytes, and no slot in the plan.", fix="bind the memory again")
+    if sizes is not None:
+        _check_sizes(flow, plan, offsets, sizes)
+
+    # 2. slots that do not touch each other: what happens inside one is proved for every size
+    reach = 0
+    for start, end in sorted(slot_bytes.values()):
+        if start < reach and start < end:
+            break
+        reach = max(reach, end)
+    else:
+        return
+    _sweep(flow, plan, offsets)
+
+
+def _check_sizes(flow: Flow, plan: Plan, offsets: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> None:
+    expected: dict[str, int] = {}
+    for name, _ in plan.slots:
+        expression = flow.value[name].nbytes
+        need = expected.get(expression)
+        if need is None:
+            need = expected[expression] = evaluate(expression, sizes)
+        if offsets[name][1] < need:
+            raise errors.ArenaOverflow(
+                f"'{name}' has {offsets[name][1]:,} bytes and needs {need:,}.", why=f"{expression} for {dict(sizes)}",
+                fix="bind the memory for these sizes: bind_memory(flow, plan, sizes)")  # fmt: skip
+
+
+def _sweep(flow: Flow, plan: Plan, offsets: Mapping[str, tuple[int, int]]) -> None:
+    """4. who holds which bytes: `marks` are rising offsets, `holders[i]` has the bytes from marks[i] to marks[i + 1]"""
     buffers: dict[str, tuple[int, int]] = {}
     for name, (offset, nbytes) in offsets.items():
-        value = flow.value.get(name)
-        if value is None:
-            raise errors.MalformedPlan(f"'{name}' has bytes, and is no value of the flow.", fix="bind the memory again")
-        if sizes is not None:
-            need = expected.get(value.nbytes)
-            if need is None:
-                need = expected[value.nbytes] = evaluate(value.nbytes, sizes)
-            if nbytes < need:
-                raise errors.ArenaOverflow(
-                    f"'{name}' has {nbytes:,} bytes and needs {need:,}.", why=f"{value.nbytes} for {dict(sizes)}",
-                    fix="bind the memory for these sizes: bind_memory(flow, plan, sizes)")  # fmt: skip
-        if offset < 0 or nbytes < 0 or offset + nbytes > arena_bytes:
-            raise errors.ArenaOverflow(
-                f"'{name}' lies outside the arena.", region=f"bytes [{offset:#x}:{offset + nbytes:#x}] of an arena of {arena_bytes:#x}",
-                fix="bind the memory again: bind_memory(flow, plan, sizes)")  # fmt: skip
-        start, end = buffers.get(value.storage, (offset, offset + nbytes))
-        buffers[value.storage] = (min(start, offset), max(end, offset + nbytes))
-
-    # 3. who holds which bytes: `marks` are rising offsets, `holders[i]` has the bytes from marks[i] to marks[i + 1]
-    lives = remember(plan, "_verify_lives", lambda plan: lifetimes(plan, flow))
+        storage = flow.value[name].storage
+        start, end = buffers.get(storage, (offset, offset + nbytes))
+        buffers[storage] = (min(start, offset), max(end, offset + nbytes))
+    lives = lifetimes(plan, flow)
     marks: list[int] = [0]
     holders: list[str | None] = [None]
     for storage, life in lives.items():
-        if storage not in buffers:
-            continue
         start, end = buffers[storage]
         if start == end:
             continue
@@ -74,15 +98,15 @@ def verify_memory(flow: Flow, plan: Plan, memory: Any, sizes: Mapping[str, int] 
                         raise _overlap(plan, flow, holder, storage, buffers)
             j += 1
         # Keep what lies before the new buffer in interval i, and what lies behind it in interval j - 1.
-        head_marks, head_holders = ([marks[i]], [holders[i]]) if marks[i] < start else ([], [])
-        tail_end = marks[j] if j < len(marks) else None
-        tail_marks, tail_holders = ([end], [holders[j - 1]]) if tail_end is None or tail_end > end else ([], [])
-        marks[i:j] = [*head_marks, start, *tail_marks]
-        holders[i:j] = [*head_holders, storage, *tail_holders]
+        head = [(marks[i], holders[i])] if marks[i] < start else []
+        tail = [(end, holders[j - 1])] if j == len(marks) or marks[j] > end else []
+        fresh = [*head, (start, storage), *tail]
+        marks[i:j] = [mark for mark, _ in fresh]
+        holders[i:j] = [holder for _, holder in fresh]
 
 
 def lifetimes(plan: Plan, flow: Flow) -> dict[str, Life]:
-    """Per storage that lives in the arena, in the order of first access in host order. Times are step numbers."""
+    """3. Per storage that lives in the arena, in the order of first access in host order. Times are step numbers."""
     indexed = index(plan, flow)
     placed = {flow.value[name].storage for name, _ in plan.slots}
     names = [name if name in placed else None for name in flow.storages]

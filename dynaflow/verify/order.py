@@ -33,7 +33,8 @@ class Touches(NamedTuple):
     groups: tuple[int, ...]
 
 
-def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> None:
+def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
+    """The number of streams that launch anything."""
     touches = remember(flow, "_verify_touches", touches_of)
     steps, rows_of, slot_of = indexed.steps, indexed.rows, indexed.slot_of
     num_streams, num_storages = len(indexed.streams), len(flow.storages)
@@ -48,7 +49,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> None:
     op_at = [-1] * (never + 1)
     # per storage: the time of the last write, by segment of the batch; and the times of the reads since
     written = [[0] * indexed.num_segments for _ in range(num_storages)]
-    read = [[] for _ in range(num_storages)]  # type: list[list[int]]
+    read: list[list[int]] = [[] for _ in range(num_storages)]
     part_at = [0] * (never + 1)
     dead = [never] * indexed.num_segments
     # per slot: the storage that has it now, and what must be over before that one may be written
@@ -134,6 +135,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> None:
     for s in range(1, num_streams):
         if clocks[0][s] < clocks[s][s]:
             raise explain.not_joined(plan, clocks[s][s])
+    return sum(clocks[s][s] > 0 for s in range(num_streams))
 
 
 def _check_replacements(plan: Plan, flow: Flow, slot_of: list[int]) -> None:

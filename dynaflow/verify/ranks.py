@@ -27,12 +27,11 @@ def verify_ranks(plans: Sequence[Plan], flows: Flow | Sequence[Flow]) -> None:
         for number, (a, b) in enumerate(zip_longest(first, here)):
             if a is None or b is None or a[:2] != b[:2]:
                 raise errors.RankMismatch(
-                    f"collective {number} is {_name(a)} on rank 0 and {_name(b)} on rank {rank}.", where=(b or a or ("", WHOLE_ROWS, ""))[2],
+                    f"collective {number} is {_name(a)} on rank 0 and {_name(b)} on rank {rank}.", where=b[2] if b else a[2] if a else "",
                     why="each rank would wait for the other", fix="use one plan on all ranks: rank 0's",
                     picture=_side_by_side(first, here, number, rank))  # fmt: skip
 
 
-WHOLE_ROWS = (0, 1, 1, 1)
 Collective = tuple[str, tuple[int, int, int, int], str]
 
 

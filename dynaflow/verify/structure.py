@@ -10,11 +10,12 @@ Contract: `index(plan, flow)` returns the plan as small integers, which the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dynaflow import errors
-from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, tiles
+from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, Wait, tiles
 
 RECORD, WAIT = -1, -2
 
@@ -31,6 +32,8 @@ class Indexed(NamedTuple):
     rows: list[tuple[int, ...]]
     num_segments: int
     num_calls: int
+    num_launches: int
+    num_waits: int
     # per storage: its slot, or -1 where it shares memory with nothing
     slot_of: list[int]
 
@@ -57,13 +60,13 @@ def index(plan: Plan, flow: Flow) -> Indexed:
     num_calls = 0
     at = 0
     try:
-        for at, step in enumerate(plan.steps):  # noqa: B007 (the explanation needs to know how far it came)
+        for at, step in enumerate(cast(tuple[Any, ...], plan.steps)):
             s = stream_index[step.stream]
             kind = type(step)
             if kind is Launch:
-                calls = step.calls  # type: ignore[union-attr]
+                calls = step.calls
                 if len(calls) != 1:
-                    if not calls or not step.replace:  # type: ignore[union-attr]
+                    if not calls or not step.replace:
                         raise _no_function(step)
                     # What happens inside a replacement is its own business: its calls count in program order.
                     calls = sorted(calls, key=lambda call: op_index[call[0]])
@@ -81,13 +84,13 @@ def index(plan: Plan, flow: Flow) -> Indexed:
                     num_calls += 1
             # 2. events
             elif kind is Record:
-                event = step.event  # type: ignore[union-attr]
+                event = step.event
                 if event in events or (event == START and s):
                     raise _bad_record(step)
                 events[event] = e = len(events)
                 append((s, RECORD, e))
             else:
-                append((s, WAIT, events[step.event]))  # type: ignore[union-attr]
+                append((s, WAIT, events[step.event]))
     except KeyError:
         raise _unknown(plan, flow, at, stream_index, events) from None
 
@@ -103,14 +106,16 @@ def index(plan: Plan, flow: Flow) -> Indexed:
 
     slot_of = _slots(plan, flow)
     rows, num_segments = _segments(parts)
-    return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, slot_of)
+    num_waits = len(steps) - num_calls - len(events)
+    num_launches = len(plan.steps) - num_waits - len(events)
+    return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, num_launches, num_waits, slot_of)
 
 
 def unsplittable(flow: Flow) -> list[int]:
     return remember(flow, "_verify_unsplittable", lambda flow: [i for i, op in enumerate(flow.ops) if op.unsplittable])
 
 
-def remember(record, key, make):  # type: ignore[no-untyped-def]
+def remember(record: Any, key: str, make: Callable[[Any], Any]) -> Any:
     """A cached property of somebody else's frozen record."""
     found = record.__dict__.get(key)
     if found is None:
@@ -183,7 +188,7 @@ def _without_slot(plan: Plan, flow: Flow, storages: set[int]) -> None:
             if not is_inside:
                 raise errors.MalformedPlan(
                     f"'{value}' has no memory: no slot, and '{launch.label}' uses it.", where=launch.where,
-                    why="only what never leaves a replacement needs no slot", fix="dynaflow.memory.place(flow, plan) gives the slots")  # fmt: skip
+                    why="only what never leaves a replacement needs no slot", fix="df.place(flow, plan) gives the slots")  # fmt: skip
 
 
 def _covers(outer: Part, inner: Part) -> bool:
@@ -201,14 +206,14 @@ def _bad_slot(plan: Plan, flow: Flow, name: str, slot: int) -> errors.MalformedP
     elif value.role == "temp":
         what, why = f"'{name}' has slot {slot}.", f"it is the same memory as storage '{value.storage}', which lies elsewhere"
     else:
-        what, why = f"'{name}' has slot {slot}.", f"it is an {value.role} with memory of its own" if value.role != "param" else "it is a parameter"
-    return errors.MalformedPlan(what, why=why, fix="dynaflow.memory.place(flow, plan) gives the slots")
+        what, why = f"'{name}' has slot {slot}.", f"it is no temporary but of role '{value.role}', with memory of its own"
+    return errors.MalformedPlan(what, why=why, fix="df.place(flow, plan) gives the slots")
 
 
 # ---------------------------------------------------------------------------- what was wrong
 
 
-def _new_part(part: Part, number: int, step: Launch) -> int:  # type: ignore[valid-type]
+def _new_part(part: Part, number: int, step: Launch) -> int:
     if not 0 <= part.lo < part.hi <= part.of:
         raise errors.MalformedPlan(
             f"'{step.label}' has the part {part.lo}:{part.hi}/{part.of}, which is none.", where=step.where,
@@ -216,7 +221,7 @@ def _new_part(part: Part, number: int, step: Launch) -> int:  # type: ignore[val
     return number
 
 
-def _no_function(step) -> errors.MalformedPlan:  # type: ignore[no-untyped-def]
+def _no_function(step: Launch) -> errors.MalformedPlan:
     names = ", ".join(name for name, _ in step.calls) or "nothing"
     return errors.MalformedPlan(
         f"a launch on {step.stream} calls {names} without a function that stands in for them.", where=step.where,
@@ -226,11 +231,11 @@ def _no_function(step) -> errors.MalformedPlan:  # type: ignore[no-untyped-def]
 def _doubled(plan: Plan, at: int, name: str, part: Part) -> errors.OpDoubled:
     first = next(i for i, step in enumerate(plan.steps) if type(step) is Launch and (name, part) in step.calls)
     return errors.OpDoubled(
-        f"'{name} {part}".rstrip() + "' is launched twice.", where=plan.steps[at].where,  # type: ignore[union-attr]
+        f"'{name} {part}".rstrip() + "' is launched twice.", where=cast(Launch, plan.steps[at]).where,
         why=f"steps {first} and {at}", fix="remove one of them")  # fmt: skip
 
 
-def _bad_record(step) -> errors.MalformedPlan:  # type: ignore[no-untyped-def]
+def _bad_record(step: Record) -> errors.MalformedPlan:
     if step.event == START and step.stream != CALLER:
         return errors.MalformedPlan(
             f"event '{START}' is recorded on {step.stream}.", why=f"it is where the caller's work ends: it belongs on '{CALLER}'",
@@ -249,15 +254,16 @@ def _unknown(plan: Plan, flow: Flow, at: int, streams: dict[str, int], events: d
     if type(step) is Launch:
         name = next(name for name, _ in step.calls if name not in flow.index)
         return errors.MalformedPlan(f"'{name}' is no op of flow {flow.label}.", where=where, fix="print df.explain(...) for its ops")
-    assert type(step) is not Record, step
+    assert type(step) is Wait, step
     for later in range(at + 1, len(plan.steps)):
         record = plan.steps[later]
         if type(record) is Record and record.event == step.event:
             return errors.WaitBeforeRecord(
                 f"{step.stream} waits for event '{step.event}' at step {at}, before it is recorded at step {later} on {record.stream}.",
                 why="CUDA lets a wait on an event that is not recorded yet pass, silently",
-                fix="move the record up, or dynaflow.sync.synchronise the launches again", picture=f"{at:>5}  wait {step.event} @{step.stream}\n"
-                f"{later:>5}  record {record.event} @{record.stream}   <-- too late")  # fmt: skip
+                fix="move the record up, or let df.synchronise(flow, plan) make the waits anew",
+                picture=f"{at:>5}  wait {step.event} @{step.stream}\n{later:>5}  record {record.event} @{record.stream}   <-- too late",
+            )
     return errors.MalformedPlan(
         f"{step.stream} waits for event '{step.event}' at step {at}, which nothing records.", fix="add the record, or remove the wait")
 
@@ -279,7 +285,7 @@ def _does_not_tile(plan: Plan, flow: Flow, launched: list[int], parts: tuple[Par
                 is_same = (lo, hi) == (Fraction(last.lo, last.of), Fraction(last.hi, last.of))
                 return (errors.OpDoubled if is_same else errors.PartOverlap)(
                     f"'{name}' runs over the rows {lo} to {min(hi, reach)} of the batch twice.", where=_where(plan, name, part),
-                    region=f"parts {shown}", why=f"{last or 'all rows'} and {part or 'all rows'} overlap", fix="launch each row once")  # fmt: skip
+                    region=f"parts {shown}", why=f"{last} and {part} overlap", fix="launch each row once")  # fmt: skip
             if lo > reach:
                 break
             reach, last = hi, part

@@ -95,31 +95,33 @@ def grid(plan: Plan, max_rows: int | None = None) -> str:
 def short_names(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Every name's short form, unique among them, and what the capitals in it stand for: {"L": "model.layers."}.
 
-    What stands before the first number in a name becomes its last word's capital; two such words with the same capital become
-    the capitals of all their words; where that is not unique either, the names stay long.
+    The words before a layer's number become the last one's capital, or the capitals of all of them where two would be the same.
+    What would still not be unique stays long. Where no name has a number, what all names begin with is left out.
     """
     names = list(names)
-    prefixes = {name: _indexed_prefix(name) for name in names}
-    distinct = [p for p in dict.fromkeys(prefixes.values()) if p]
-    if not distinct:
+    prefixes = list(dict.fromkeys(p for name in names if (p := _layer_prefix(name))))
+    if not prefixes:
         common = _common_prefix(names)
         return {name: name[len(common) :] for name in names}, {"": common} if common else {}
 
-    last = {p: p.rstrip(".").rsplit(".", 1)[-1][0].upper() for p in distinct}
-    initials = {p: "".join(word[0].upper() for word in p.split(".") if word) for p in distinct}
-    letters = {p: last[p] if list(last.values()).count(last[p]) == 1 else initials[p] for p in distinct}
-    short = {name: letters[p] + name[len(p) :] if (p := prefixes[name]) else name for name in names}
-    if len(set(short.values())) < len(names) or len(set(letters.values())) < len(distinct):
+    last = {p: p.split(".")[-2][0].upper() for p in prefixes}
+    initials = {p: "".join(word[0].upper() for word in p.split(".") if word) for p in prefixes}
+    wanted = {p: letter if list(last.values()).count(letter) == 1 else initials[p] for p, letter in last.items()}
+    legend = {letter: p for p, letter in wanted.items() if list(wanted.values()).count(letter) == 1}
+    short = {}
+    for name in names:
+        letter = next((k for k, p in legend.items() if name.startswith(p) and name[len(p)].isdigit()), None)
+        short[name] = letter + name[len(legend[letter]) :] if letter else name
+    if len(set(short.values())) < len(names):
         return {name: name for name in names}, {}
-    return short, {letter: p for p, letter in letters.items()}
+    return short, legend
 
 
-def _indexed_prefix(name: str) -> str:
+def _layer_prefix(name: str) -> str:
+    """`model.layers.` of `model.layers.0.mlp`; nothing for `model.embed.1`, where the number only tells two ops apart."""
     words = name.split(".")
-    for i, word in enumerate(words):
-        if word.isdigit():
-            return ".".join(words[:i]) + "." if i else ""
-    return ""
+    number = next((i for i, word in enumerate(words[:-1]) if word.isdigit()), 0)
+    return ".".join(words[:number]) + "." if number else ""
 
 
 def _common_prefix(names: list[str]) -> str:

@@ -102,8 +102,9 @@ def _draw_span(axis: Any, span: Span, start: float, row: int, colours: dict[str,
     hatch = "////" if span.kind == "network" else None
     axis.barh(row, length, left=start, height=LANE_HEIGHT, color=colours[part], edgecolor="white", linewidth=0.5, hatch=hatch)
     short = names.get(op, op)
-    for text in (f"{short} {part}".rstrip(), short, short.rsplit(".", 1)[-1]):
-        if (len(text) + 1) * character_us <= length:
+    word = short.rsplit(".", 1)[-1]
+    for text in (f"{short} {part}".rstrip(), short, "" if word.isdigit() else word):
+        if text and (len(text) + 1) * character_us <= length:
             box = {"facecolor": colours[part], "edgecolor": "none", "pad": 0.8} if hatch else None
             axis.text(start + length / 2, row, text, ha="center", va="center", fontsize=LABEL_SIZE, color=INK, clip_on=True, bbox=box)
             break

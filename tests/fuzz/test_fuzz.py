@@ -1,16 +1,22 @@
 """A small run of `make fuzz`, and that it would notice."""
 
 import os
+import pickle
+import random
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
 
+import dynaflow
 import dynaflow.testing.fuzz as fuzz
 from dynaflow.errors import DynaFlowError
+from dynaflow.ir import Wait
 from dynaflow.testing import MUTATIONS, harmless_edit, mutate, random_flow, show_wrong
 from dynaflow.verify import order, verify
+
+VERIFY = sys.modules["dynaflow.verify"]  # the name `dynaflow.verify` is the function
 
 
 def test_random_flows_give_the_program_s_result_under_every_interleaving():
@@ -20,10 +26,10 @@ def test_random_flows_give_the_program_s_result_under_every_interleaving():
 
 
 def test_wrong_mutants_are_refused():
-    tally = fuzz.fuzz(0, 6, 1000, quiet=True)
+    tally = fuzz.fuzz(0, 5, 900, quiet=True)
     assert not tally.violations, "\n".join(tally.violations[:3])
     total = sum(tally.mutants.values(), Counter())
-    assert len(tally.mutants) >= 30 and total["made"] >= 1000 and total["wrong"] > 500
+    assert len(tally.mutants) >= 30 and total["made"] >= 900 and total["wrong"] > 500
     # Valid mutants exist, and are accepted.
     assert total["accepted"] > 50
 
@@ -35,16 +41,16 @@ def test_wrong_mutants_are_refused():
 def test_notices_a_hole_in_the_verifier(monkeypatch, hole):
     real_order, real_touches = order.check_order, order.touches_of
     if hole == "nothing is checked":
-        monkeypatch.setattr("dynaflow.verify.check_order", lambda plan, flow, indexed: None)
+        monkeypatch.setattr(VERIFY, "check_order", lambda plan, flow, indexed: 0)
     elif hole == "reads are not checked":
         monkeypatch.setattr(order, "touches_of", lambda flow: [t._replace(reads=()) for t in real_touches(flow)])
     elif hole == "slots are not checked":
         blind = lambda plan, flow, indexed: real_order(plan, flow, indexed._replace(slot_of=[-1] * len(indexed.slot_of)))  # noqa: E731
-        monkeypatch.setattr("dynaflow.verify.check_order", blind)
+        monkeypatch.setattr(VERIFY, "check_order", blind)
     else:
-        monkeypatch.setattr("dynaflow.verify.check_order", lambda p, f, i: real_order(p, f, i._replace(steps=_joined(i))))
-    missed = [v for seed in range(40) for v in fuzz.check_mutants(seed, 6, 20).violations if "accepted, and wrong" in v]
-    assert missed, f"{hole}, and no mutant shows it"
+        monkeypatch.setattr(VERIFY, "check_order", lambda p, f, i: real_order(p, f, i._replace(steps=_joined(i))))
+    missed = (v for seed in range(40) for v in fuzz.check_mutants(seed, 4, 15).violations if "accepted, and wrong" in v)
+    assert next(missed, None), f"{hole}, and no mutant shows it"
 
 
 def _joined(indexed):
@@ -61,7 +67,7 @@ def test_notices_a_wait_that_is_not_needed(seed):
     case = random_flow(seed)
     plan, _ = fuzz.make_plan(case, fuzz.strategies(case)[4])
     assert not list(fuzz.plan_problems(plan, case, seed))
-    if plan.streams:
+    if type(plan.steps[-1]) is Wait:
         extended = fuzz.replace(plan, steps=plan.steps + plan.steps[-1:])
         assert any("can be left out" in problem for problem in fuzz.plan_problems(extended, case, seed))
 
@@ -113,8 +119,6 @@ def test_the_oracle_accepts_what_is_right():
 
 
 def test_harmless_edits_are_accepted():
-    import random
-
     for seed in range(40):
         case = random_flow(seed)
         plan, _ = fuzz.make_plan(case, fuzz.strategies(case)[4])
@@ -138,19 +142,35 @@ def test_the_command_fails_on_a_violation(monkeypatch, capsys):
 
 # -- the same plan in every process
 
+# Planning needs no torch: here it has none, which also makes it start in no time.
 _PLANS = """
-import hashlib
-from dynaflow.testing.fuzz import make_plan, random_flow, strategies
-texts = [str(make_plan(case, s)[0]) for case in map(random_flow, range(8)) for s in strategies(case)]
-print(hashlib.sha256("".join(texts).encode()).hexdigest())
+import hashlib, pickle, sys, types
+sys.modules["torch"] = None
+for name, path in (("dynaflow", "dynaflow"), ("dynaflow.testing", "dynaflow/testing")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [f"{sys.argv[1]}/{path}"]
+from dynaflow.context import Context
+from dynaflow.memory import place
+from dynaflow.planner import plan
+from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.sync import synchronise
+from dynaflow.testing.strategies import RandomStrategy
+from dynaflow.verify import verify
+for flow in pickle.load(sys.stdin.buffer):
+    for strategy in (Sequential(), TwoBatch(), NanoBatch(3), Branches(3), RandomStrategy(1)):
+        made = place(flow, synchronise(flow, plan(flow, strategy, Context({"batch_size": 8}))))
+        verify(made, flow)
+        print(made)
 """
 
 
 def test_the_plan_is_the_same_text_for_every_hash_seed():
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    hashes = set()
+    flows = pickle.dumps([random_flow(seed).flow for seed in range(10)])
+    root = os.path.dirname(os.path.dirname(dynaflow.__file__))
+    texts = set()
     for seed in range(10):
-        done = subprocess.run([sys.executable, "-c", _PLANS], env={**env, "PYTHONHASHSEED": str(seed)}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        hashes.add(done.stdout)
-    assert len(hashes) == 1
+        command = [sys.executable, "-c", _PLANS, root]
+        done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, input=flows, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        texts.add(done.stdout)
+    assert len(texts) == 1 and texts.pop().count(b"plan random.") == 50

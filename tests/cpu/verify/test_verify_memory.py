@@ -96,7 +96,7 @@ def test_rejects_value_without_bytes():
 
 
 def test_rejects_bytes_of_an_unknown_value():
-    with pytest.raises(errors.MalformedPlan, match="no value of the flow"):
+    with pytest.raises(errors.MalformedPlan, match="no slot in the plan"):
         verify_memory(FLOW, PLAN, Memory(MappingProxyType({**memory(0, 64, 128).offsets, "zzz": (0, 8)}), 192), SIZES)
 
 
@@ -106,7 +106,10 @@ def test_accepts_empty_buffers_anywhere():
 
 def test_rejects_overlap_of_unordered_streams():
     flow = flow_of("input x\n one: x -> h\n two: h -> y\n three: x -> s\n four: s -> z\n output y z")
-    text = "plan {}\nstream a\nstream b\nslot 0 h\nslot 1 s\nrecord start @caller\nwait start @a\nwait start @b\nlaunch one @a\nlaunch two @a\n{}launch three @b\nlaunch four @b\nrecord ja @a\nrecord jb @b\nwait ja @caller\nwait jb @caller"
+    text = (
+        "plan {}\nstream a\nstream b\nslot 0 h\nslot 1 s\nrecord start @caller\nwait start @a\nwait start @b\nlaunch one @a\n"
+        "launch two @a\n{}launch three @b\nlaunch four @b\nrecord ja @a\nrecord jb @b\nwait ja @caller\nwait jb @caller"
+    )
     both = Memory(MappingProxyType({"h": (0, 64), "s": (32, 64)}), 96)
     unordered, ordered = (Plan.parse(text.format(flow.label, waits)) for waits in ("", "record e @a\nwait e @b\n"))
     verify_memory(flow, ordered, both, SIZES)

@@ -226,7 +226,8 @@ def test_rejects_unstarted_stream():
 
 
 def test_accepts_start_through_another_stream():
-    accepted(CHAIN, "record start @caller\nwait start @a\nlaunch one @a\nrecord e @a\nwait e @b\nlaunch two @b\nrecord f @b\nwait f @caller")
+    steps = "record start @caller\nwait start @a\nlaunch one @a\nrecord e @a\nwait e @b\nlaunch two @b\nrecord f @b\nwait f @caller"
+    accepted(CHAIN, steps)
 
 
 def test_rejects_unjoined_stream():
@@ -240,8 +241,7 @@ def test_rejects_join_before_the_last_launch():
 
 def test_accepts_join_through_another_stream():
     flow = flow_of("input x\n one: x -> y\n two: x -> z\n output y z")
-    steps = "record start @caller\nwait start @a\nwait start @b\nlaunch one @a\nrecord e @a\nlaunch two @b\nwait e @b\nrecord f @b\nwait f @caller"
-    accepted(flow, steps)
+    accepted(flow, forked("launch one @a\nrecord e @a\nlaunch two @b\nwait e @b", joins="record f @b\nwait f @caller"))
 
 
 def test_accepts_an_empty_plan_of_an_empty_flow():
@@ -294,15 +294,16 @@ def test_accepts_slot_with_an_ordered_reader():
 
 
 def test_rejects_slot_of_interleaved_values():
-    said = refused(errors.LiveOverlap, SIDE, "\n".join(f"launch {op} @caller" for op in ("one", "three", "two", "four")), slots="slot 0 h s")
+    steps = "\n".join(f"launch {op} @caller" for op in ("one", "three", "two", "four"))
+    said = refused(errors.LiveOverlap, SIDE, steps, slots="slot 0 h s")
     assert "'two' on caller reads 'h', which 'three' overwrote with 's'" in said
 
 
 def test_rejects_slot_when_only_the_first_part_is_ordered():
     """Rows of two values in one slot are not the same bytes: every part must come after every part."""
-    steps = "launch one 0/2 @a\nlaunch two 0/2 @a\nlaunch one 1/2 @b\nlaunch two 1/2 @b\nlaunch three 0/2 @a\nlaunch three 1/2 @b\nlaunch four @b"
-    refused(errors.LiveOverlap, SIDE, forked("record z @a\nwait z @b\n" + steps.replace("launch four @b", "record e @a\nwait e @b\nlaunch four @b")),
-            slots="slot 0 h s")  # fmt: skip
+    steps = "launch one 0/2 @a\nlaunch two 0/2 @a\nlaunch one 1/2 @b\nlaunch two 1/2 @b\nrecord f @b\nwait f @a\n"
+    steps += "launch three 0/2 @a\nlaunch three 1/2 @b\nrecord g @a\nwait g @b\nlaunch four @b"
+    assert "'three 1/2' on b writes 's' over 'h'" in refused(errors.LiveOverlap, SIDE, forked(steps), slots="slot 0 h s")
 
 
 def test_accepts_slot_when_all_parts_are_ordered():

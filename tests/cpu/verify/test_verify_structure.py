@@ -87,7 +87,8 @@ def test_rejects_declared_caller():
 
 
 def test_accepts_launches_on_the_caller():
-    verify(plan_of(("launch scan @compute", "record e9 @compute\nwait e9 @caller\nlaunch scan @caller\nrecord e8 @caller\nwait e8 @compute")), FLOW)
+    there_and_back = "record e9 @compute\nwait e9 @caller\nlaunch scan @caller\nrecord e8 @caller\nwait e8 @compute"
+    verify(plan_of(("launch scan @compute", there_and_back)), FLOW)
 
 
 def test_rejects_event_recorded_twice():

@@ -87,10 +87,13 @@ def test_empty_plan():
         (["net.up", "net.down"], ["up", "down"]),
         (["net", "net.down"], ["net", "net.down"]),
         (["encoder.block.0.mlp", "decoder.block.0.mlp"], ["EB0.mlp", "DB0.mlp"]),
-        # initials clash: nothing is shortened
-        (["enc.block.0", "ear.block.0"], ["enc.block.0", "ear.block.0"]),
+        # initials clash: these stay long, others do not
+        (["enc.block.0.a", "ear.block.0.a", "layers.0.a"], ["enc.block.0.a", "ear.block.0.a", "L0.a"]),
         # the short form is taken by another op
-        (["layers.0", "L0"], ["layers.0", "L0"]),
+        (["layers.0.a", "L0.a"], ["layers.0.a", "L0.a"]),
+        # numbers at the end only tell ops apart, unless they are layers elsewhere
+        (["model.embed", "model.embed.1"], ["embed", "embed.1"]),
+        (["layers.0.mlp", "layers.0", "layers.1"], ["L0.mlp", "L0", "L1"]),
         (["0.up", "1.down"], ["0.up", "1.down"]),
         (["alone"], ["alone"]),
         ([], []),

@@ -1,0 +1,68 @@
+"""Other edits of a plan: of the bytes that it was bound to, and those that change nothing.
+
+    name, memory = mutate_memory(memory, rng)       mostly wrong
+    plan = harmless_edit(plan, rng)                 still right
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from dynaflow.ir import CALLER, START, Launch, Plan, Record, Wait
+from dynaflow.memory import ALIGNMENT, Memory
+
+# ---------------------------------------------------------------------------- bytes of a bound plan
+
+MEMORY_MUTATIONS = ("buffer moved", "buffer moved by a few bytes", "buffer outside the arena", "arena too small")
+
+
+def mutate_memory(memory: Memory, rng: random.Random) -> tuple[str, Memory]:
+    """Another offset for one value, or a smaller arena. Needs at least one value."""
+    name = rng.choice(MEMORY_MUTATIONS)
+    value = rng.choice(list(memory.offsets))
+    offset, nbytes = memory.offsets[value]
+    room = max(0, memory.arena_bytes - nbytes)
+    if name == "arena too small":
+        return name, Memory(memory.offsets, max(8, (memory.arena_bytes - ALIGNMENT * rng.randint(1, 2)) // 8 * 8))
+    if name == "buffer moved":
+        new = rng.randint(0, room // 8) * 8
+    elif name == "buffer moved by a few bytes":
+        new = max(0, min(room // 8 * 8, offset + 8 * rng.choice((-3, -2, -1, 1, 2, 3, 32, -32))))
+    else:
+        new = memory.arena_bytes - rng.randint(0, max(0, nbytes // 8 - 1)) * 8
+    return name, Memory({**memory.offsets, value: (new, nbytes)}, memory.arena_bytes)
+
+
+# ---------------------------------------------------------------------------- edits that change nothing
+
+
+def harmless_edit(plan: Plan, rng: random.Random) -> Plan:
+    """The same schedule written differently, or with more waits than it needs. Must stay accepted."""
+    edit = rng.choice((_more_waits, _other_names, _streams_turned, _own_slots))
+    return edit(plan, rng)
+
+
+def _more_waits(plan: Plan, rng: random.Random) -> Plan:
+    """A new record anywhere, and a wait for it anywhere behind it."""
+    steps = list(plan.steps)
+    streams = [CALLER, *(s.name for s in plan.streams)]
+    for number in range(rng.randint(1, 4)):
+        at = rng.randint(0, len(steps))
+        steps.insert(at, Record(f"more{number}", rng.choice(streams)))
+        steps.insert(rng.randint(at + 1, len(steps)), Wait(f"more{number}", rng.choice(streams)))
+    return replace(plan, steps=tuple(steps))
+
+
+def _other_names(plan: Plan, rng: random.Random) -> Plan:
+    steps: list[Any] = list(plan.steps)
+    return replace(plan, steps=tuple(s if type(s) is Launch or s.event == START else replace(s, event=f"renamed.{s.event}") for s in steps))
+
+
+def _streams_turned(plan: Plan, rng: random.Random) -> Plan:
+    return replace(plan, streams=plan.streams[::-1])
+
+
+def _own_slots(plan: Plan, rng: random.Random) -> Plan:
+    return replace(plan, slots=tuple((value, k) for k, (value, _) in enumerate(plan.slots)))

@@ -1,0 +1,346 @@
+"""Which ops may run on a slice of the batch. Cases are data; the oracle runs every captured graph in uneven parts, as the
+analysis says it may, and compares with the same graph run whole: a node that is wrongly called splittable fails there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx.experimental import _config as fx_config
+from torch.utils import _pytree as pytree
+
+from dynaflow.batching import Facts, analyse, register_split_rule, rowwise
+
+B, S, H = 6, 5, 8
+# one row, then the rest: a part of one row is where broadcasting and squeezing go wrong
+CUTS = (0, 1, B)
+
+
+# ---------------------------------------------------------------------------- capture, and the oracle
+
+
+@dataclass
+class Captured:
+    gm: fx.GraphModule
+    facts: Facts
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {node.name: facts.unsplittable for node, facts in self.facts.nodes.items() if facts.unsplittable}
+
+    def node(self, target: str) -> fx.Node:
+        """The first node that calls something of this name."""
+        return next(n for n in self.gm.graph.nodes if target in (n.name, n.target, getattr(n.target, "__name__", "")))
+
+    def __getitem__(self, target: str) -> Any:
+        return self.facts.nodes[self.node(target)]
+
+
+def capture(fn: Callable[..., Any], *args: Any, axes: tuple[int | None, ...] | None = None, cuts=CUTS, **kwargs: Any) -> Captured:
+    """Compile `fn`, analyse the graph that Dynamo makes, and run it in parts against the whole. `axes`: one per argument."""
+    axes = axes if axes is not None else tuple(0 for _ in args)
+    for x, axis in (*zip(args, axes), *((x, 0) for x in kwargs.values())):
+        if isinstance(x, torch.Tensor) and axis is not None:
+            torch._dynamo.maybe_mark_dynamic(x, axis)
+    captured = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        fakes = [n.meta["example_value"] for n in placeholders]
+        found = {n.name: d for n, t in zip(placeholders, fakes) if isinstance(t, torch.Tensor) for d in symbolic_dims(t)}
+        symbols = set().union(*(t.shape[found[n.name]].node.expr.free_symbols for n, t in zip(placeholders, fakes) if n.name in found))
+        captured.append(Captured(gm, analyse(gm, fakes, found, symbols)))
+
+        def run(*real: Any) -> Any:
+            check_in_parts(captured[-1], real, {str(s) for s in symbols}, cuts)
+            return gm.forward(*real)
+
+        return run
+
+    torch._dynamo.reset()
+    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True, use_duck_shape=False):
+        torch.compile(fn, backend=backend)(*args, **kwargs)
+    assert len(captured) == 1, "the case breaks the graph"
+    return captured[0]
+
+
+def symbolic_dims(tensor: torch.Tensor) -> list[int]:
+    return [d for d, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)]
+
+
+def check_in_parts(captured: Captured, real: tuple[Any, ...], symbols: set[str], cuts: tuple[int, ...]) -> None:
+    """Run the graph whole, and node by node in parts, on equal inputs; outputs and changed inputs must agree."""
+    gm, facts = captured.gm, captured.facts
+    expected_inputs, split_inputs = copies(real), copies(real)
+    torch.manual_seed(0)
+    expected = gm.forward(*expected_inputs)
+    torch.manual_seed(0)
+    parts = list(zip(cuts, cuts[1:]))
+    feed = iter(split_inputs)
+    # per node: the value over the whole batch, then the value on every part
+    env: dict[fx.Node, list[Any]] = {}
+
+    def rows(value: Any, axis: Any) -> list[Any]:
+        return [value, *(pytree.tree_map(lambda v, a, p=part: cut(v, a, p, cuts[-1]), value, axis) for part in parts)]
+
+    def run(node: fx.Node, which: int) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n][which])
+        return getattr(runner, node.op)(node.target, args, kwargs)
+
+    runner = fx.Interpreter(gm)
+    for node in gm.graph.nodes:
+        known, axis = facts.nodes[node], facts.axis[node]
+        if node.op == "placeholder":
+            value, fake = next(feed), facts.fake[node]
+            is_batch_size = isinstance(fake, torch.SymInt) and str(fake.node.expr) in symbols
+            env[node] = [value, *(hi - lo for lo, hi in parts)] if is_batch_size else rows(value, axis)
+        elif node.op == "output":
+            actual = fx.node.map_arg(node.args[0], lambda n: env[n][0])
+        elif node.op == "get_attr" or known.unsplittable:
+            env[node] = rows(run(node, 0), axis)
+        elif known.is_view:
+            env[node] = rows(run(node, 0), axis)
+            for k in range(len(parts)):
+                torch.testing.assert_close(run(node, k + 1), env[node][k + 1], equal_nan=True)
+        else:
+            results = [run(node, k + 1) for k in range(len(parts))]
+            is_number = not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(results))
+            if is_number:
+                env[node] = [run(node, 0) if not node_has_effects(node) else None, *results]
+            elif known.writes:  # it went into the rows of what it was given
+                env[node] = env[node.args[0]]
+            else:
+                env[node] = rows(pytree.tree_map(lambda a, *vs: join(vs, a), axis, *results, is_leaf=lambda a: a is None), axis)
+    torch.testing.assert_close(actual, type(actual)(expected), equal_nan=True)
+    for x, y in zip(split_inputs, expected_inputs):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+def node_has_effects(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("setitem", "_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
+def copies(values: tuple[Any, ...]) -> list[Any]:
+    return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def cut(value: Any, axis: int | None, part: tuple[int, int], batch: int) -> Any:
+    if axis is None:
+        return value
+    rows = value.shape[axis] // batch
+    return value.narrow(axis, part[0] * rows, (part[1] - part[0]) * rows)
+
+
+def join(values: tuple[Any, ...], axis: int | None) -> Any:
+    if axis is not None:
+        return torch.cat(values, axis)
+    for other in values[1:]:
+        torch.testing.assert_close(other, values[0], equal_nan=True)
+    return values[0]
+
+
+# ---------------------------------------------------------------------------- cases
+
+
+def x2() -> torch.Tensor:
+    return torch.randn(B, H)
+
+
+def x3() -> torch.Tensor:
+    return torch.randn(B, S, H)
+
+
+def image() -> torch.Tensor:
+    return torch.randn(B, 4, 6, 6)
+
+
+def ids(high: int = 7, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape or (B, S))
+
+
+W = torch.randn(H, H)
+TABLE = torch.randn(7, H)
+
+# name, function, arguments, why it must be refused ("": it must pass); a fifth entry says where the batch is
+OK = ""
+CASES: list[tuple[Any, ...]] = [
+    # pointwise
+    ("pointwise", lambda x, y: torch.sigmoid(x) * y + 1, (x2, x2), OK),
+    ("pointwise: broadcast weight", lambda x: x * W[0] + W[1], (x3,), OK),
+    ("pointwise: two alignments", lambda x, y: x[:, None] * y[None], (x2, x2), "combines different rows"),
+    ("pointwise: batch is not dim 0", lambda x: x * W[0][:, None] + 1, (lambda: torch.randn(H, B),), OK, (1,)),
+    ("number: divides by the batch", lambda x: x / x.shape[0], (x2,), "uses the batch size as a number"),
+    ("number: divides by the width", lambda x: x / x.shape[1], (x2,), OK),
+    ("number: square root of the batch", lambda x: x * math.sqrt(x.shape[0]), (x2,), "uses the batch size as a number"),
+    ("number: filled with the batch", lambda x: x + x.new_full((H,), x.shape[0]), (x2,), "uses the batch size as a number"),
+    ("number: checked", lambda x: (torch._check(x.shape[0] + x.shape[1] < 4096), x + 1)[1], (x2,), "checks the batch size"),
+    # reductions, and ops along a dim
+    ("reduce: features", lambda x: x.mean(-1) + x.sum(2) + x.amax(-1) + x.std(-1), (x3,), OK),
+    ("reduce: batch", lambda x: x.mean(0), (x2,), "reduces over the batch (aten.mean.dim)"),
+    ("reduce: everything", lambda x: x / x.abs().max(), (x2,), "reduces over the batch"),
+    ("reduce: norm over features", lambda x: F.normalize(x, dim=1), (x2,), OK),
+    ("reduce: norm over the batch", lambda x: F.normalize(x, dim=0), (x2,), "reduces over the batch"),
+    ("reduce: argmax", lambda x: x.argmax(-1), (x2,), OK),
+    ("reduce: argmax of the batch", lambda x: x.argmax(0), (x2,), "reduces over the batch"),
+    ("reduce: any, all, logsumexp", lambda x: (x > 0).any(1) & (x < 1).all(1) & (x.logsumexp(-1) > 0), (x2,), OK),
+    ("reduce: equal", lambda x: torch.where((x == x).all(), x, 0), (x2,), "reduces over the batch"),
+    ("along: softmax", lambda x: x.softmax(-1).log_softmax(1).cumsum(1), (x3,), OK),
+    ("along: softmax of the batch", lambda x: x.softmax(0), (x2,), "works along the batch"),
+    ("along: sort and topk", lambda x: (x.sort(-1).values, x.topk(2).indices), (x2,), OK),
+    ("along: sort of the batch", lambda x: x.sort(0).values, (x2,), "works along the batch"),
+    ("along: cumsum of the batch", lambda x: x.cumsum(0), (x2,), "works along the batch"),
+    ("along: flip and roll", lambda x: x.flip(1).roll(2, 1), (x2,), OK),
+    ("along: flip the batch", lambda x: x.flip(0), (x2,), "picks rows"),
+    ("along: roll everything", lambda x: x.roll(1), (x2,), "picks rows"),
+    ("along: fft", lambda x: torch.fft.rfft(x, dim=1).abs(), (x3,), OK),
+    ("along: fft of the batch", lambda x: torch.fft.fft(x, dim=0).abs(), (x2,), "works along the batch"),
+    ("along: triangle inside a row", lambda x: x.tril() + x.triu(1), (x3,), OK),
+    ("along: triangle over rows", lambda x: x.tril(), (x2,), "depends on the row number"),
+    ("loss: by element", lambda x, y: F.mse_loss(x, y, reduction="none"), (x2, x2), OK),
+    ("loss: mean", lambda x, y: F.mse_loss(x, y), (x2, x2), "reduces over the batch"),
+    ("loss: cross entropy by row", lambda x, y: F.cross_entropy(x, y, reduction="none"), (x2, lambda: ids(H, B)), OK),
+    ("loss: cross entropy", lambda x, y: F.cross_entropy(x, y), (x2, lambda: ids(H, B)), "reduces over the batch"),
+    # views
+    ("view: fold into rows and back", lambda x: (x.view(-1, H) @ W).view(x.shape[0], S, H), (x3,), OK),
+    ("view: heads", lambda x: x.view(x.shape[0], S, 2, 4).transpose(1, 2).reshape(x.shape[0] * 2, S, 4), (x3,), OK),
+    ("view: batch inside", lambda x: x.reshape(-1), (lambda: torch.randn(S, B),), "interleaves rows", (1,)),
+    ("view: batch inside, transposed first", lambda x: x.t().reshape(-1), (lambda: torch.randn(S, B),), OK, (1,)),
+    ("view: other grouping", lambda x: x.view(S, -1), (lambda: torch.randn(B, S),), "interleaves rows"),
+    ("view: permute, movedim, unsqueeze", lambda x: x.permute(2, 0, 1).movedim(1, 0).unsqueeze(0), (x3,), OK),
+    ("view: squeeze another dim", lambda x: x.unsqueeze(1).squeeze(1), (x2,), OK),
+    ("view: squeeze everything", lambda x: x.unsqueeze(1).squeeze(), (x2,), "squeezes the batch"),
+    ("view: complex", lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, H // 2, 2)) * 2j), (x2,), OK),
+    ("view: expand a row", lambda x: x + W[:1].expand(x.shape[0], H), (x2,), OK),
+    ("view: expand the batch against itself", lambda x: x.unsqueeze(0).expand(x.shape[0], -1, -1) + 1, (x2,), "mixes rows"),
+    ("view: repeat a row", lambda x: x + W[:1].repeat(x.shape[0], 1), (x2,), OK),
+    ("view: repeat the batch", lambda x: x.repeat(2, 1), (x2,), "combines different rows"),
+    ("view: repeat inside a row", lambda x: x.repeat(1, 2), (x2,), OK),
+    ("view: repeat_interleave", lambda x: x.repeat_interleave(3, dim=0) + 1, (x2,), OK),
+    ("view: as_strided", lambda x: x.as_strided((x.shape[0],), (H,)), (x2,), "no rule for aten.as_strided"),
+    ("view: unfold inside a row", lambda x: x.unfold(1, 3, 1).sum(-1), (x2,), OK),
+    ("view: unfold the batch", lambda x: x.unfold(0, 3, 1).sum(-1), (x2,), "picks rows"),
+    # slices and joins
+    ("slice: features", lambda x: x[:, 2:4] + x[..., -2:], (x2,), OK),
+    ("slice: all rows", lambda x: x[:] + x[: x.shape[0]], (x2,), OK),
+    ("slice: without the first row", lambda x: x[1:] - x[:-1], (x2,), "picks rows"),
+    ("slice: half of the rows", lambda x: x[: x.shape[0] // 2], (x2,), "picks rows"),
+    ("slice: every other row", lambda x: x[::2], (x2,), "picks rows"),
+    ("slice: as many rows of a table as the batch", lambda x: x + torch.ones(64, H).cumsum(0)[: x.shape[0]], (x2,), "depends on the row number"),
+    ("select: a position", lambda x: x[:, 0] + x[:, -1], (x3,), OK),
+    ("select: a row", lambda x: x - x[0], (x2,), "picks rows"),
+    ("split: features", lambda x: sum(x.split(2, dim=1)) + sum(x.chunk(4, dim=1)) + sum(x[:, :2].unbind(1))[:, None], (x2,), OK),
+    ("split: rows", lambda x: x[: 2 * (x.shape[0] // 2)].chunk(2)[0], (x2,), "picks rows"),
+    ("join: features", lambda x, y: torch.cat([x, y], 1) + torch.stack([x, y], 1).flatten(1), (x2, x2), OK),
+    ("join: rows", lambda x, y: torch.cat([x, y]), (x2, x2), "joins rows"),
+    ("join: stack in front", lambda x, y: torch.stack([x, y]).sum(0), (x2, x2), OK),
+    ("join: with an empty cache", lambda x: torch.cat([torch.tensor([]), x], -2), (x3,), OK),
+    ("pad: features", lambda x: F.pad(x, (1, 1)), (x2,), OK),
+    ("pad: rows", lambda x: F.pad(x, (0, 0, 1, 0)), (x2,), "works along the batch"),
+    # constants
+    ("constant: zeros of the batch", lambda x: torch.zeros(x.shape[0], 3) + x[:, :3] + x.new_ones(x.shape[0], 1), (x2,), OK),
+    ("constant: row numbers", lambda x: x + torch.arange(x.shape[0])[:, None], (x2,), "depends on the row number"),
+    ("constant: positions", lambda x: x + torch.arange(H), (x2,), OK),
+    ("constant: eye", lambda x: torch.eye(x.shape[0]) @ x, (x2,), "depends on the row number"),
+    ("constant: zeros_like, empty, fill", lambda x: torch.empty_like(x).fill_(2) + torch.zeros_like(x), (x2,), OK),
+    # products
+    ("product: weight on the right", lambda x: x @ W + F.linear(x, W, W[0]), (x3,), OK),
+    ("product: weight on the left", lambda x: W @ x, (lambda: torch.randn(H, B),), OK, (1,)),
+    ("product: over the batch", lambda x: x.t() @ x, (x2,), "reduces over the batch (aten.mm.default)"),
+    ("product: every row with every row", lambda x: (x @ x.t()).softmax(-1) @ x, (x2,), "combines different rows"),
+    ("product: by row", lambda x, y: x @ y.transpose(1, 2), (x3, x3), OK),
+    ("product: baddbmm", lambda x, y: torch.baddbmm(y, x, W.expand(x.shape[0], H, H)), (x3, x3), OK),
+    ("product: addmm with a row bias", lambda x, y: torch.addmm(y, x, W), (x2, x2), OK),
+    ("product: einsum by row", lambda x, y: torch.einsum("bsh,bth->bst", x, y), (x3, x3), OK),
+    ("product: einsum over the batch", lambda x, y: torch.einsum("bsh,bth->st", x, y), (x3, x3), "reduces over the batch"),
+    ("conv: 2d", lambda x: F.conv2d(x, CONV, CONV_BIAS, padding=1), (image,), OK),
+    ("conv: transposed", lambda x: F.conv_transpose2d(x, CONV), (image,), OK),
+    ("conv: the batch is the channels", lambda x: F.conv1d(x[None], torch.ones(x.shape[0], 1, 1), groups=x.shape[0]), (x2,), "uses the batch size"),
+    ("pool", lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 1), (image,), OK),
+    ("pool: the batch is a picture", lambda x: F.avg_pool1d(x, 3), (lambda: torch.randn(H, B),), "works along the batch", (1,)),
+    ("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, scale_factor=2, mode="bilinear"), (image,), OK),
+    ("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (image, image, image), OK),
+    ("attention: causal", lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), (image,), OK),
+    ("attention: mask by row", lambda q, m: F.scaled_dot_product_attention(q, q, q, m), (image, lambda: torch.rand(B, 1, 6, 6) > 0.2), OK),
+    ("attention: mask for all", lambda q: F.scaled_dot_product_attention(q, q, q, MASK), (image,), OK),
+    ("attention: the batch is the sequence", lambda q: F.scaled_dot_product_attention(q[None], q[None], q[None]), (x3,), OK),
+    ("attention: over the batch", lambda q: F.scaled_dot_product_attention(*[q.transpose(0, 1)] * 3), (x3,), "combines different rows"),
+    ("attention: scale of the batch", lambda q: F.scaled_dot_product_attention(q, q, q, scale=1 / q.shape[0]), (image,), "as a number"),
+    ("attention: dropout", lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), (image,), "random"),
+    # norms
+    ("norm: layer and rms", lambda x: F.layer_norm(x, (H,), W[0], W[1]) + F.rms_norm(x, (H,), W[0]), (x3,), OK),
+    ("norm: layer norm over the batch", lambda x: F.layer_norm(x.t(), (x.shape[0],)), (x2,), "batch"),
+    ("norm: group", lambda x: F.group_norm(x, 2), (image,), OK),
+    ("norm: instance", lambda x: F.instance_norm(x, weight=W[0, :4], bias=W[1, :4]), (image,), OK),
+    ("norm: batch norm in eval mode", lambda x: F.batch_norm(x, W[0, :4], W[1, :4] ** 2), (image,), OK),
+    ("norm: batch norm in training", lambda x: F.batch_norm(x, None, None, training=True), (image,), "reduces over the batch"),
+    # lookups
+    ("embedding", lambda i: F.embedding(i, TABLE), (ids,), OK),
+    ("embedding: the table is the batch", lambda t: F.embedding(torch.arange(2), t), (x2,), "combines different rows"),
+    ("index: table", lambda i: TABLE[i] + TABLE[None, i, 0:1][0], (ids,), OK),
+    ("index: positions", lambda x: x[:, [0, 2]] + x[:, POSITIONS], (x3,), OK),
+    ("index: positions apart", lambda x: x[:, POSITIONS, :, POSITIONS], (image,), OK),
+    ("index: row and position", lambda x, i: x[torch.arange(x.shape[0]), i], (x3, lambda: ids(S, B)), "picks rows"),
+    ("index: rows", lambda x, i: x[i], (x2, lambda: ids(B, B)), "picks rows"),
+    ("index: mask", lambda x: torch.where(x > 0, x, 0).masked_fill(x > 1, 5.0), (x2,), OK),
+    ("gather: inside a row", lambda x, i: x.gather(1, i), (x2, lambda: ids(H, B, 3)), OK),
+    ("gather: over rows", lambda x, i: x.gather(0, i), (x2, lambda: ids(B, B, H)), "picks rows"),
+    ("gather: from a table by row", lambda i: TABLE[:, :S].gather(0, i), (ids,), OK),
+    ("gather: row i from row i of a table", lambda i: torch.ones(64, 7).cumsum(0).gather(1, i), (ids,), "combines different rows"),
+    ("index_select: positions", lambda x: x.index_select(1, POSITIONS), (x2,), OK),
+    ("index_select: rows", lambda x: x.index_select(0, POSITIONS), (x2,), "picks rows"),
+    ("index_select: a table", lambda i: TABLE.index_select(0, i), (lambda: ids(7, B),), OK),
+    ("scatter: inside a row", lambda x, i: x.scatter(1, i, 0.5).scatter_add(1, i, x[:, :3]), (x2, lambda: torch.arange(3).repeat(B, 1)), OK),
+    ("scatter: over rows", lambda x, i: x.scatter(0, i, 0.5), (x2, lambda: ids(B, B, 3)), "picks rows"),
+    ("one_hot", lambda i: F.one_hot(i, 7), (ids,), OK),
+    ("bucketize", lambda x: torch.bucketize(x, torch.tensor([0.0, 1.0])), (x2,), OK),
+    # randomness
+    ("random: dropout in training", lambda x: F.dropout(x, 0.5), (x2,), "random"),
+    ("random: dropout in eval mode", lambda x: F.dropout(x, 0.5, training=False), (x2,), OK),
+    ("random: noise of no batch", lambda x: x + torch.rand(H), (x2,), "random (aten.rand.default)"),
+    # writes
+    ("write: rows of a new tensor", lambda x: torch.zeros(x.shape[0], H).copy_(x).mul_(2).add_(x), (x2,), OK),
+    ("write: cache", lambda x, c: c.index_copy_(1, POSITIONS, x[:, :2]) + 1, (x3, x3), OK),
+    ("write: cache by index_put", lambda x, c: c.index_put_((ALL_ROWS, POSITIONS), x[:, :2]), (x3, x3), "picks rows"),
+    ("write: cache by assignment", lambda x, c: set_positions(c, x), (x3, x3), OK),
+    ("write: rows of the cache", lambda x, c: set_rows(c, x), (x3, x3), "picks rows"),
+    ("write: batch into state", lambda x, w: w.copy_(x.sum(0)) + x, (x2, lambda: torch.zeros(H)), "reduces over", (0, None)),
+    ("write: paged cache", lambda x, i, w: w.index_put_((i,), x), (x2, lambda: torch.randperm(B), lambda: torch.zeros(9, H)), "changes state", (0, 0, None)),
+    ("write: one row of the batch", lambda x: set_first_row(x.clone()), (x2,), "batch"),
+]  # fmt: skip
+
+CONV, CONV_BIAS = torch.randn(4, 4, 3, 3), torch.randn(4)
+MASK = torch.rand(6, 6) > 0.2
+POSITIONS = torch.tensor([0, 2])
+ALL_ROWS = torch.arange(B)[:, None]
+
+
+def set_positions(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache[:, 1:3] = x[:, :2]
+    cache[:, POSITIONS] = x[:, 2:4]
+    return cache + x
+
+
+def set_rows(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache[POSITIONS] = x[:2]
+    return cache + x
+
+
+def set_first_row(x: torch.Tensor) -> torch.Tensor:
+    x[0].zero_()
+    return x
+
+
+@pytest.mark.parametrize("name, fn, make, reason, axes", [(*c, None)[:5] for c in CASES], ids=[c[0] for c in CASES])
+def test_case(name, fn, make, reason, axes):
+    torch.manual_seed(0)
+    captured = capture(fn, *(m() for m in make), axes=axes)
+    if reason:
+        assert any(reason in r for r in captured.reasons.values()), captured.reasons
+    else:
+        assert not captured.reasons

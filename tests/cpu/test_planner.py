@@ -1,0 +1,275 @@
+"""What a strategy may do, and the error for each thing that it may not."""
+
+import pytest
+
+from dynaflow import errors
+from dynaflow.context import Context
+from dynaflow.ir import WHOLE, Part
+from dynaflow.planner import plan
+from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategy import Strategy
+from tests.cpu.flows import chain, diamond, stateful
+
+
+def schedule(function):
+    """A strategy from a function, so that a test reads as the strategy's body."""
+    return type("Test", (Strategy,), {"schedule": lambda self, flow: function(flow)})()
+
+
+def run(function, flow=None, **facts):
+    return plan(flow or chain(), schedule(function), Context({"batch_size": 16, **facts}))
+
+
+def drain(flow, stream="compute"):
+    while ready := flow.get_ready_ops():
+        flow.execute(ready[0], stream=stream)
+
+
+def labels(p):
+    return [launch.label for launch in p.launches]
+
+
+def test_whole_batch_in_program_order():
+    assert labels(run(drain)) == ["L0.a", "L0.ar", "L1.a", "L1.ar"]
+
+
+def test_two_batch_puts_network_ops_on_their_own_stream():
+    p = plan(chain(), TwoBatch(), Context({"batch_size": 16}))
+    assert [(launch.label, launch.stream) for launch in p.launches[:4]] == [
+        ("L0.a 0/2", "compute"), ("L0.ar 0/2", "comm"), ("L0.a 1/2", "compute"), ("L0.ar 1/2", "comm"),
+    ]  # fmt: skip
+    assert p.context == ("batch_size >= 2",)
+
+
+def test_nano_batch_runs_every_part():
+    p = plan(chain(), NanoBatch(4), Context({"batch_size": 16}))
+    assert sorted(labels(p)) == sorted(f"L{i}.{op} {k}/4" for i in range(2) for op in ("a", "ar") for k in range(4))
+
+
+def test_branches_uses_several_streams_without_a_split():
+    p = plan(diamond(), Branches(2), Context({"batch_size": 16}))
+    streams = {launch.label: launch.stream for launch in p.launches}
+    assert streams["b"] != streams["c"] and set(streams) == {"a", "b", "c", "d"}
+
+
+def test_sequential_gives_up_with_a_reason():
+    p = plan(chain(), Sequential(), Context({"batch_size": 16}))
+    assert p.reason == "strategy Sequential" and [part for launch in p.launches for _, part in launch.calls] == [WHOLE] * 4
+
+
+@pytest.mark.parametrize(
+    ("into", "bounds"),
+    [
+        (3, [(0, 5), (5, 10), (10, 16)]),
+        ([3, 5, 8], [(0, 3), (3, 8), (8, 16)]),
+        ([3, -1], [(0, 3), (3, 16)]),
+        ([0, 4, 16], [(0, 4), (4, 16)]),
+        ([0.5, 0.25, 0.25], [(0, 8), (8, 12), (12, 16)]),
+        ([0.5, 0.3, 0.2], [(0, 8), (8, 12), (12, 16)]),
+    ],
+)
+def test_splits(into, bounds):
+    p = run(lambda flow: (flow.split(into), drain(flow)))
+    got = sorted(part.bounds(16) for launch in p.launches for op, part in launch.calls if op == "L0.a")
+    assert got == bounds
+
+
+def test_shares_do_not_read_the_batch_size_but_sizes_do():
+    assert run(lambda flow: (flow.split([0.5, 0.5]), drain(flow))).context == ()
+    assert run(lambda flow: (flow.split([8, 8]), drain(flow))).context == ("batch_size == 16",)
+
+
+def test_different_splits_for_different_ops():
+    def body(flow):
+        flow.split(2)
+        flow.split(4, ops="*.ar")
+        drain(flow)
+
+    p = run(body)
+    assert sum(launch.calls[0][0] == "L0.ar" for launch in p.launches) == 4
+    assert sum(launch.calls[0][0] == "L1.a" for launch in p.launches) == 2
+    order = labels(p)
+    # a part of L1.a needs the two parts of L0.ar that cover its rows
+    assert order.index("L1.a 0/2") > max(order.index("L0.ar 0/4"), order.index("L0.ar 1/4"))
+
+
+def test_one_op_over_several_parts():
+    def body(flow):
+        flow.split(3)
+        a = flow.get_ready_ops()
+        flow.execute(a[:2])
+        flow.execute(a[2])
+        drain(flow)
+
+    assert labels(run(body))[:2] == ["L0.a 0:2/3", "L0.a 2/3"]
+
+
+def test_all_parts_together_are_the_whole_batch():
+    def body(flow):
+        flow.split(2)
+        flow.execute(flow.get_ready_ops())
+        drain(flow)
+
+    assert labels(run(body))[0] == "L0.a"
+
+
+def fused(x):
+    return x
+
+
+def test_one_function_in_the_place_of_several():
+    def body(flow):
+        flow.split(2)
+        for a in flow.get_ready_ops():
+            (ar,) = a.users
+            flow.execute([a, ar], replace=fused)
+        drain(flow)
+
+    p = run(body)
+    assert p.launches[0].label == "tests.cpu.test_planner.fused[L0.a 0/2, L0.ar 0/2]"
+
+
+def test_one_function_across_parts():
+    def body(flow):
+        flow.split(2)
+        flow.execute(flow.get_ready_ops(), replace=fused)
+        drain(flow)
+
+    assert run(body).launches[0].calls == (("L0.a", Part(0, 1, 2)), ("L0.a", Part(1, 2, 2)))
+
+
+def test_state_changes_after_its_last_reader_and_once():
+    order = labels(run(lambda flow: (flow.split(2), drain(flow)), stateful()))
+    assert order.count("count") == 1
+    assert order.index("count") > max(order.index("read 0/2"), order.index("read 1/2"))
+
+
+def test_a_part_reads_the_cache_after_its_own_write_only():
+    def body(flow):
+        flow.split(2)
+        while ready := flow.get_ready_ops():
+            flow.execute(min(ready, key=lambda r: r.part))
+
+    order = labels(run(body, stateful()))
+    assert order.index("look 0/2") < order.index("read 1/2")
+
+
+# -- rejections, each beside what must pass above
+
+
+def rejects(error, function, flow=None, match=None):
+    with pytest.raises(error, match=match) as caught:
+        run(function, flow)
+    return caught.value
+
+
+def test_rejects_an_op_that_is_not_ready():
+    def body(flow):
+        flow.execute(flow.find("L1.a"))
+
+    error = rejects(errors.OpNotReady, body, match="'L1.a' is not ready")
+    assert "L0.ar" in error.why and "test_planner.py" in error.where and 'flow.execute(flow.find("L1.a"))' in str(error)
+
+
+def test_rejects_an_op_executed_twice():
+    def body(flow):
+        (a,) = flow.get_ready_ops()
+        flow.execute(a)
+        flow.execute(a)
+
+    rejects(errors.OpExecutedTwice, body, match="'L0.a' was executed twice")
+
+
+def test_rejects_ops_never_executed():
+    error = rejects(errors.OpNeverExecuted, lambda flow: flow.execute(flow.get_ready_ops()[0]), match="3 of 4 ops left")
+    assert "L0.ar" in error.why
+
+
+def test_rejects_a_stream_declared_twice_with_different_settings():
+    def body(flow):
+        flow.stream("comm", priority=-1)
+        flow.stream("comm", priority=0)
+
+    rejects(errors.StreamConflict, body, match="declared twice")
+    run(lambda flow: (flow.stream("comm", priority=-1), flow.stream("comm", priority=-1), drain(flow)))
+
+
+def test_rejects_a_stream_declared_after_its_use():
+    def body(flow):
+        flow.execute(flow.get_ready_ops()[0], stream="comm")
+        flow.stream("comm", priority=-1)
+
+    rejects(errors.StreamConflict, body, match="after its first use")
+
+
+@pytest.mark.parametrize("name", ["caller", "two words", "a@b", ""])
+def test_rejects_names_that_are_no_stream(name):
+    rejects(errors.StreamConflict, lambda flow: flow.stream(name))
+
+
+@pytest.mark.parametrize("into", [[3, 5], [8, 8, 8], [0, 8, 8, 16], [0.5, 0.4], [1.5, -0.5], [0, 20], 0])
+def test_rejects_parts_that_do_not_tile(into):
+    rejects(errors.PartsDoNotTile, lambda flow: flow.split(into))
+
+
+def test_rejects_parts_that_are_not_adjacent():
+    def body(flow):
+        flow.split(3)
+        a = flow.get_ready_ops()
+        flow.execute([a[0], a[2]])
+
+    rejects(errors.PartsDoNotTile, body, match="cannot run once")
+
+
+def test_rejects_a_split_of_an_op_that_mixes_the_batch():
+    flow = chain(unsplittable=("L0.ar",))
+    error = rejects(errors.UnsplittableOp, lambda f: f.split(2, ops=["L0.ar"]), flow, match="'L0.ar' cannot be split")
+    assert error.why == "mixes the batch"
+    p = run(lambda f: (f.split(2), drain(f)), flow)
+    assert "L0.ar" in labels(p) and "L0.a 0/2" in labels(p)
+
+
+def test_rejects_a_strategy_that_makes_no_progress():
+    def body(flow):
+        while flow.get_ready_ops():
+            pass
+
+    assert "L0.a" in rejects(errors.StrategyStuck, body).why
+
+
+def test_rejects_a_split_after_the_first_look():
+    rejects(errors.SplitTooLate, lambda flow: (flow.get_ready_ops(), flow.split(2)))
+
+
+def test_rejects_unknown_ops():
+    rejects(errors.UnknownOp, lambda flow: flow.split(2, ops="nope.*"), match="nope")
+    rejects(errors.UnknownOp, lambda flow: flow.execute(["L0.a"]), match="no ready op")
+    rejects(errors.UnknownOp, lambda flow: flow.execute([]), match="empty")
+
+
+def test_rejects_a_group_in_the_wrong_order():
+    def body(flow):
+        (a,) = flow.get_ready_ops()
+        flow.execute([a.users[0], a], replace=fused)
+
+    assert "producers come first" in rejects(errors.OpNotReady, body).fix
+
+
+def test_rejects_different_ops_without_a_replacement():
+    flow = diamond()
+
+    def body(f):
+        f.execute(f.get_ready_ops()[0])
+        f.execute(f.get_ready_ops())
+
+    rejects(errors.StrategyError, body, flow, match="different ops in one list")
+
+
+def test_an_error_of_the_strategy_itself_names_its_line():
+    error = rejects(errors.StrategyRaised, lambda flow: flow.nonsense, match="AttributeError")
+    assert "test_planner.py" in error.where
+
+
+def test_every_message_is_at_most_twelve_lines():
+    error = rejects(errors.OpNeverExecuted, lambda flow: None, chain(50))
+    assert len(str(error).splitlines()) <= 12
