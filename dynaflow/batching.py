@@ -133,7 +133,7 @@ class _Walk(fx.Interpreter):
         except Exception as error:  # noqa: BLE001 (one node that we cannot run must not cost the others)
             value, reason = self._fall_back(node, heard), f"could not be analysed: {type(error).__name__}"
         if not heard.calls and value is None and self.listener.sizes.has_batch(self._arguments(node)):
-            reason = reason or f"uses the batch size as a number ({node.name})"  # torch._check and the like
+            reason = reason or f"checks the batch size ({node.name})"
         if node.op == "placeholder":
             self._check_axis(node, value)
         self.facts[node] = self.listener.finish(heard, node.op, reason, value)
@@ -253,11 +253,11 @@ class _Listener(TorchDispatchMode):
         self.keep((args, kwargs, result))
         call = Call(func, args, kwargs, result, self.sizes)
         call.is_opaque = not is_op and find(func) is None
-        if is_wait:
-            call.written = call.tensors  # only now do its bytes arrive
-        elif (call.is_opaque and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
+        if (call.is_opaque and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
             call.written = call.tensors  # nothing says what they write
         self._note(call)
+        if is_wait:
+            self._heard.written.update(map(_storage_key, call.tensors))  # only now do its bytes arrive
         return result
 
     def _note(self, call: Call) -> None:

@@ -10,25 +10,21 @@ import functools
 import inspect
 import logging
 import types
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.callback import callback_handler
 from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
-from dynaflow.engine import CapturedGraph, serialised
+from dynaflow.engine import CapturedGraph, Ongoing, ongoing, serialised
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
 
 log = logging.getLogger("dynaflow")
-
-# id(tensor) -> its batch dim, while df.compile's callable is being captured
-_batch_dims: ContextVar[Mapping[int, int] | None] = ContextVar("dynaflow_batch_dims", default=None)
 
 
 # -- the backend
@@ -44,11 +40,11 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
 def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph: type[CapturedGraph] = CapturedGraph) -> CapturedGraph:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
-    dims = _batch_dims.get()
-    if dims is None:
+    call = ongoing.get()
+    if call is None:
         axes = _guess_axes(placeholders, fakes, settings)
     else:
-        axes = {n.name: dims[id(x)] for n, x in zip(placeholders, inputs) if id(x) in dims}
+        axes = {n.name: d for n, x in zip(placeholders, inputs) if (d := call.batch_dim(x)) is not None}
     symbols = set()
     for node, fake in zip(placeholders, fakes):
         if node.name in axes:
@@ -56,8 +52,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 symbols.add(size.node.expr)
     axes = {name: axis for name, axis in axes.items() if _has_symbol(fakes[[n.name for n in placeholders].index(name)].shape[axis], symbols)}
-    with quiet_convolutions():
-        return graph(gm, fakes, axes, symbols, settings)
+    return graph(gm, fakes, axes, symbols, settings)
 
 
 def _has_symbol(size: Any, symbols: set[Any]) -> bool:
@@ -88,22 +83,45 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_parameters_" in node.name or "_buffers_" in node.name
 
 
-@contextmanager
-def quiet_convolutions() -> Iterator[None]:
-    """Keep the fake convolution from asking which CPU library it will be: NNPACK wants 16 rows, which would cut captures in two."""
-    op = torch.ops.aten.convolution.default
-    original = fake_impls.op_implementations_dict[op]
+def _quiet(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake convolution, kept from asking which CPU library it will be: NNPACK wants 16 rows, which would cut captures in two."""
 
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
         with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
             return original(*args, **kwargs)
 
-    fake_impls.op_implementations_dict[op] = quiet
-    try:
-        yield
-    finally:
-        fake_impls.op_implementations_dict[op] = original
+    return quiet
+
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_undo: list[Callable[[], None]] = []
+
+
+def _before_capture(_: Any) -> None:
+    """Dynamo is about to capture: if a call of ours is the cause, mark its batch and let no capture depend on the batch size."""
+    call = ongoing.get()
+    if call is None:
+        return
+    call.mark()
+    original = fake_impls.op_implementations_dict[_CONVOLUTION]
+    fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
+    _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
+    for name, value in (("backed_size_oblivious", True), ("use_duck_shape", False)):
+        _undo.append(functools.partial(setattr, fx_config, name, getattr(fx_config, name)))
+        setattr(fx_config, name, value)
+
+
+def _after_capture(_: Any) -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def _listen() -> None:
+    """Hear of captures. Checked on every call: torch._dynamo.reset() forgets listeners."""
+    if _before_capture not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_before_capture)
+        callback_handler.register_end_callback(_after_capture)
 
 
 # -- df.compile
@@ -167,13 +185,19 @@ class Compiled:
     def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph):
         self.model, self.settings = model, settings
         self._call = torch.compile(_entry(model), backend=functools.partial(capture, settings=settings, graph=graph))
-        self._seen: set[Any] = set()
         function = model.forward if isinstance(model, torch.nn.Module) else model
         settings.parameters = tuple(inspect.signature(function).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls_before = self.settings.stats.calls
-        result = self._capture_or_call(args, kwargs)
+        if isinstance(self.settings.batch, Mapping):
+            self.batch_dims(args, kwargs)  # raises what is wrong with it outside of Dynamo
+        _listen()
+        token = ongoing.set(Ongoing(functools.partial(self.batch_dims, args, kwargs)))
+        try:
+            result = self._call(*args, **kwargs)
+        finally:
+            ongoing.reset(token)
         if self.settings.stats.calls == calls_before:
             self._nothing_captured()
         return result
@@ -185,42 +209,18 @@ class Compiled:
         if self.settings.count_fallback(reason):
             log.warning("%s: %s", self.settings.name, reason)
 
-    def _capture_or_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def batch_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
+        """Every tensor in the arguments with its batch dim, -1 where it has none."""
         tensors = _tensors(args, kwargs)
-        signature = tuple([t.shape for t in tensors])
-        if signature in self._seen:
-            return self._call(*args, **kwargs)
-        dims = self.batch_dims(args, kwargs, tensors)
-        for tensor in tensors:
-            for d, size in enumerate(tensor.shape):
-                if dims.get(id(tensor)) == d:
-                    torch._dynamo.maybe_mark_dynamic(tensor, d)
-                elif size == 1:
-                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
-                    torch._dynamo.mark_static(tensor, d)
-        token = _batch_dims.set(dims)
-        try:
-            with fx_config.patch(backed_size_oblivious=True, use_duck_shape=False), quiet_convolutions():
-                result = self._call(*args, **kwargs)
-        finally:
-            _batch_dims.reset(token)
-        self._seen.add(signature)
-        return result
-
-    def batch_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> dict[int, int]:
-        """id(tensor) -> batch dim, for every tensor in the arguments that carries the batch."""
         batch = self.settings.batch
         if isinstance(batch, Mapping):
-            return self._named_dims(batch, args, kwargs, tensors)
+            named = self._named_dims(batch, args, kwargs)
+            return [(t, named.get(id(t), -1)) for t in tensors]
         dim = 0 if batch is None else batch
         first = next((t for t in tensors if t.dim() > dim), None)
-        if first is None:
-            return {}
-        return {id(t): dim for t in tensors if t.dim() > dim and t.shape[dim] == first.shape[dim]}
+        return [(t, dim if first is not None and t.dim() > dim and t.shape[dim] == first.shape[dim] else -1) for t in tensors]
 
-    def _named_dims(
-        self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> dict[int, int]:
+    def _named_dims(self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
         named = {**dict(zip(self.settings.parameters, args)), **kwargs}
         dims: dict[int, int] = {}
         sizes: dict[str, int] = {}

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import fx
@@ -32,7 +33,7 @@ from dynaflow.runtime.program import Binder, Bound, Program
 from dynaflow.settings import Settings
 from dynaflow.strategies import Sequential
 from dynaflow.sync import synchronise
-from dynaflow.units import Built, Sources, build
+from dynaflow.units import ITEM, Built, Sources, build
 from dynaflow.verify import verify, verify_memory
 
 log = logging.getLogger("dynaflow")
@@ -48,6 +49,40 @@ def serialised() -> Iterator[None]:
         yield
     finally:
         _serialised.reset(token)
+
+
+class Ongoing:
+    """A call of what df.compile returned, as far as a capture inside of it must know: which tensors carry the batch, and where."""
+
+    def __init__(self, find: Callable[[], list[tuple[torch.Tensor, int]]]):
+        self._find: Callable[[], list[tuple[torch.Tensor, int]]] | None = find
+        self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._num_marked = 0
+
+    def add(self, tensor: torch.Tensor, dim: int) -> None:
+        self._dims.append((weakref.ref(tensor), dim))
+
+    def mark(self) -> None:
+        """Tell Dynamo, which is about to capture. dim -1: no batch."""
+        if self._find is not None:
+            found, self._find = self._find(), None
+            for tensor, dim in found:
+                self.add(tensor, dim)
+        for ref, dim in self._dims[self._num_marked :]:
+            tensor = ref()
+            for d, size in enumerate(tensor.shape if tensor is not None else ()):
+                if d == dim:
+                    torch._dynamo.maybe_mark_dynamic(tensor, d)
+                elif size == 1:
+                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
+                    torch._dynamo.mark_static(tensor, d)
+        self._num_marked = len(self._dims)
+
+    def batch_dim(self, tensor: Any) -> int | None:
+        return next((dim for ref, dim in self._dims if dim >= 0 and ref() is tensor), None)
+
+
+ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=None)
 
 
 class Rows(NamedTuple):
@@ -118,6 +153,8 @@ class CapturedGraph:
         self._batch_at = [i for i, s in enumerate(flow.symbols) if s in flow.batch]
         self._names = [(i, name) for i, name in enumerate(self.built.inputs) if name is not None]
         self._mutated = {flow.value[v].storage for op in flow.ops for v in op.mutates if flow.value[v].role in ("input", "param")}
+        (output,) = [n for n in self.gm.graph.nodes if n.op == "output"]
+        self._output_axes = [self.facts.axis[a] if isinstance(a, fx.Node) else None for a in output.args[0]]
         devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
         num_whole = sum(bool(op.unsplittable) for op in flow.ops)
@@ -128,12 +165,22 @@ class CapturedGraph:
     # -- 2. calls
 
     def __call__(self, *args: Any) -> Any:
+        result = self._call(*args)
+        call = ongoing.get()
+        if call is not None and self.refusal is None:
+            # A later graph of the same call may take these as inputs, and be captured: it must know where the batch is.
+            for output, axis in zip(result, self._output_axes):
+                if isinstance(output, torch.Tensor):
+                    call.add(output, -1 if axis is None else axis)
+        return result
+
+    def _call(self, *args: Any) -> Any:
         self.settings.count(calls=1)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._fall_back(Fallback("gradients are needed: the sequential graph runs under autograd"), args)
         if self.refusal is not None:
             return self._fall_back(self.refusal, args)
-        sizes = tuple([args[i] if d is None else args[i].shape[d] for i, d in self._order])
+        sizes = self.read_sizes(args)
         tags = current_tags()
         key = (sizes, tuple(tags.items())) if tags else sizes
         bound = self._bound.get(key)
@@ -148,6 +195,10 @@ class CapturedGraph:
         elif _serialised.get():
             bound = self._serial_bound(key, sizes)
         return self._run(bound, args)
+
+    def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The values of the flow's symbols in this call."""
+        return tuple([args[i] if d is None else args[i].item() if d == ITEM else args[i].shape[d] for i, d in self._order])
 
     def _prepare(self, key: Any, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         """What runs for sizes and tags that are seen for the first time."""

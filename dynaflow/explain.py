@@ -106,16 +106,12 @@ class InspectedGraph(CapturedGraph):
         self.settings.count(calls=1)
         if self.refusal is not None:
             raise self.refusal.error or AssertionError(self.refusal.reason)
-        sizes = tuple(args[i] if d is None else args[i].shape[d] for i, d in self._order)
-        self.inspect(args, dict(zip(self.flow.symbols, (int(s) for s in sizes))))
+        self.inspect(args, dict(zip(self.flow.symbols, self.read_sizes(args))))
         names = dict(self._names)
         changed = [args[i] for i, name in names.items() if self.flow.value[name].storage in self._mutated]
         before = [t.clone() for t in changed]
         with torch.no_grad():
             result = self.gm(*args)
-            # What the caller gets must not show the undoing below.
-            kept = {t.untyped_storage().data_ptr() for t in changed}
-            result = tuple(r.clone() if isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in kept else r for r in result)
             for tensor, old in zip(changed, before):
                 tensor.copy_(old)
         return result

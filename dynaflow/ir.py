@@ -342,11 +342,11 @@ def _code(expression: str) -> Any:
     return compile(expression, "<size>", "eval")
 
 
-def evaluate(expression: str, sizes: Mapping[str, int]) -> int:
+def evaluate(expression: str, sizes: Mapping[str, Any]) -> Any:
     """The number that a size expression means under `sizes`. Expressions are Python over the flow's symbols."""
     if expression.isdigit():
         return int(expression)
-    return int(eval(_code(expression), _SIZE_FUNCTIONS, sizes))  # noqa: S307 (expressions are ours, printed from shapes)
+    return eval(_code(expression), _SIZE_FUNCTIONS, sizes)  # noqa: S307 (expressions are ours, printed from shapes)
 
 
 def tiles(parts: Iterable[Part]) -> bool:

@@ -35,6 +35,8 @@ class Unplannable(DynaFlowError):
     """A graph that can run, but not under a plan. The engine falls back to the sequential graph."""
 
 
+ITEM = -1
+
 # A value: the node that made it, and the path to it where the node returns a tuple.
 Key = tuple[fx.Node, tuple[int, ...]]
 
@@ -210,7 +212,7 @@ def symbols_in(fakes: Any) -> set[str]:
     found = set()
     for fake in leaves(fakes):
         for size in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
-            if isinstance(size, torch.SymInt):
+            if isinstance(size, (torch.SymInt, torch.SymFloat)):
                 found.update(str(s) for s in size.node.expr.free_symbols)
     return found
 
@@ -225,7 +227,7 @@ class Built:
     program: Program
     # per placeholder of the graph: the value's name, or None for a size
     inputs: tuple[str | None, ...]
-    # symbol -> (placeholder, dim or None when the placeholder is the number itself)
+    # symbol -> (placeholder, dim; None when the placeholder is the number itself, ITEM when it is a tensor that holds it)
     sizes: dict[str, tuple[int, int | None]]
     # views of values that make up the graph's outputs, made on the caller's stream
     epilogue: Unit
@@ -364,27 +366,37 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
     epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
     records = [values.record(key) for key in names]
     outputs = tuple(names[key] for key in epilogue.values)
-    all_symbols = sorted(set().union(*(symbols_in(facts.fake[n]) for n in placeholders), set()))
+    sizes = _size_sources(placeholders, facts)
+    needed = set().union(*(symbols_in(facts.fake[n]) for n in placeholders), set())
+    for unit in (*graphs, epilogue):
+        needed.update(name for arg in unit.args if isinstance(arg, Expr) for name in re.findall(r"[A-Za-z_]\w*", arg.text))
+    all_symbols = sorted(needed - {"max", "min"})
+    for symbol in all_symbols:
+        if symbol not in sizes:
+            raise Unplannable(f"the number {symbol} cannot be read from the inputs.", why="it is computed inside the graph")
     flow = Flow(name, tuple(records), tuple(ops), outputs, tuple(s for s in batch if s in all_symbols), tuple(all_symbols))
     return Built(
         Program(flow, units, values.layouts),
         tuple(names.get((n, ())) for n in placeholders),
-        _size_sources(placeholders, facts, all_symbols),
+        sizes,
         Unit(epilogue_fn, tuple(epilogue.args), ()),
         {name: sources.fake(key) for key, name in names.items()},
     )
 
 
-def _size_sources(placeholders: list[fx.Node], facts: Facts, symbols: list[str]) -> dict[str, tuple[int, int | None]]:
+def _size_sources(placeholders: list[fx.Node], facts: Facts) -> dict[str, tuple[int, int | None]]:
     found: dict[str, tuple[int, int | None]] = {}
     for i, node in enumerate(placeholders):
         fake = facts.fake[node]
         for dim, size in enumerate(fake.shape) if isinstance(fake, torch.Tensor) else [(None, fake)]:
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if isinstance(size, (torch.SymInt, torch.SymFloat)) and isinstance(size.node.expr, sympy.Symbol):
                 found.setdefault(str(size.node.expr), (i, dim))
-    for symbol in symbols:
-        if symbol not in found:
-            raise Unplannable(f"the size {symbol} cannot be read from any input.")
+    for node in placeholders[0].graph.nodes if placeholders else ():
+        # Dynamo passes a Python float as a tensor of no dims on the CPU, and reads it back with item().
+        if node.target == "item" and node.args[0] in placeholders and isinstance(facts.fake[node], torch.SymFloat):
+            source = facts.fake[node.args[0]]
+            if source.device.type == "cpu" and isinstance(facts.fake[node].node.expr, sympy.Symbol):
+                found[str(facts.fake[node].node.expr)] = (placeholders.index(node.args[0]), ITEM)
     return found
 
 
@@ -462,15 +474,11 @@ class _Values:
             node = key[0]
             arg = node.meta.get("grapharg")
             role = "param" if isinstance(getattr(arg, "example", None), torch.nn.Parameter) or "_parameters_" in node.name else "input"
-        if not self.is_batch_outermost(key) and not _is_written(sources, storage):
-            expected = tuple(expression(s) for s in fake.stride())
-            stride = _batch_major(fake, axis) if axis is not None else expected
-            self.layouts[name] = Layout(fake.dtype, fake.device, stride, expected)
-        elif not is_input:
-            dense = _is_dense(fake)
-            stride = tuple(expression(s) for s in fake.stride()) if dense else _batch_major(fake, 0 if axis is None else axis)
-            expected = None if dense else tuple(expression(s) for s in fake.stride())
-            self.layouts[name] = Layout(fake.dtype, fake.device, stride, expected)
+        seen = tuple(expression(s) for s in fake.stride())
+        stride = seen if is_input or _is_dense(fake) else _contiguous(fake)
+        is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
+        if is_relaid or not is_input:
+            self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
         return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
 
 
@@ -489,17 +497,13 @@ def _is_dense(fake: torch.Tensor) -> bool:
     return True
 
 
-def _batch_major(fake: torch.Tensor, axis: int) -> tuple[str, ...]:
-    """Dense strides with the batch axis outermost and the other dims in the order that they have."""
-    if fake.dim() == 0:
-        return ()
-    others = sorted((d for d in range(fake.dim()) if d != axis), key=lambda d: (-hint(fake.stride(d)), d))
-    strides: dict[int, Any] = {}
+def _contiguous(fake: torch.Tensor) -> tuple[str, ...]:
+    strides: list[Any] = []
     size: Any = 1
-    for d in reversed([axis, *others]):
-        strides[d] = size
-        size = size * fake.shape[d]
-    return tuple(expression(strides[d]) for d in range(fake.dim()))
+    for d in reversed(fake.shape):
+        strides.append(size)
+        size = size * d
+    return tuple(expression(s) for s in reversed(strides))
 
 
 def _op(

@@ -48,6 +48,8 @@ class Sizes:
 
     def has_batch(self, value: Any) -> bool:
         """Whether a number, or any number in a pytree of them, contains the batch size."""
+        if isinstance(value, (int, torch.Tensor)):
+            return False
         return any(
             isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) and self.has_batch_symbol(leaf.node.expr)
             for leaf in pytree.tree_leaves(list(value) if isinstance(value, torch.Size) else value)

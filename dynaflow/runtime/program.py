@@ -40,9 +40,10 @@ class Layout:
 
     dtype: torch.dtype
     device: torch.device
-    # strides in elements of the whole buffer, batch outermost where there is one
+    # strides in elements of the whole buffer
     stride: tuple[str, ...]
-    # strides that the ops expect, where they differ from `stride`: a read then makes a copy in that layout
+    # strides that ops expect of what they read; where a part of the buffer has others (the batch is not the outermost dim), or the
+    # whole has, the read makes a copy. None: views will do.
     expected: tuple[str, ...] | None = None
 
 
@@ -220,7 +221,7 @@ class Binder:
     def _argument(self, name: str, part: Part) -> tuple[int, int | None]:
         """(number of the view, number of the strides that it must be copied to first)"""
         index, layout = self._view(name, part), self.program.layouts.get(name)
-        if layout is None or layout.expected is None:
+        if layout is None or layout.expected is None or (part.is_whole and layout.expected == layout.stride):
             return index, None
         view = View(name, part if self.flow.value[name].axis is not None else WHOLE)
         return index, self._relaid.setdefault((view, layout.expected), len(self._relaid))
@@ -259,7 +260,9 @@ class Binder:
             stride = _tuple(layout.stride)
             itemsize = layout.dtype.itemsize
             base = f"_offset[{view.value!r}][0] // {itemsize}" if value.role == "temp" else "0"
-            rows = f" + _lo{k} * (({value.nbytes}) // _batch // {itemsize})" if value.axis is not None and not view.part.is_whole else ""
+            rows = ""
+            if value.axis is not None and not view.part.is_whole:
+                rows = f" + _lo{k} * (({value.shape[value.axis]}) // _batch) * ({layout.stride[value.axis]})"
             placed.append(f"({i}, {view.value!r}, {base}{rows}, {shape}, {stride})")
             if value.role == "output" and view.part.is_whole:
                 outputs.append(f"({view.value!r}, ({value.nbytes}) // {itemsize}, {shape}, {stride})")

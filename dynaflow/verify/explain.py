@@ -108,27 +108,26 @@ def conflict(
         fix="launch them in the order of the program", picture=lanes(plan, first, last))  # fmt: skip
 
 
-def shared(
-    plan: Plan, flow: Flow, indexed: Indexed, earlier: int, now: int, storage: int, slot: int, stream_at: list[int]
-) -> errors.LiveOverlap:
+def shared(plan: Plan, flow: Flow, indexed: Indexed, earlier: int, now: int, storage: int, slot: int) -> errors.LiveOverlap:
     """`now` writes `storage` into a slot whose previous value `earlier` may still use."""
     (first, op_first), (last, _) = _op_of(plan, flow, earlier), _op_of(plan, flow, now)
     a, b = launch_at(plan, first), launch_at(plan, last)
     if first == last:
         others = [x.storage for x in flow.accesses[op_first] if x.storage != storage and indexed.slot_of[x.storage] == slot]
-        return shared_inside(flow, b, others[0], storage, slot)
+        return shared_inside(plan, flow, b, others[0], storage)
     previous = [s for s in _in_slot(indexed, slot) if s != storage and any(x.storage == s for x in flow.accesses[op_first])]
     old = flow.storages[previous[0]] if previous else "the slot's previous value"
     return errors.LiveOverlap(
         f"'{b.label}' on {b.stream} writes '{flow.storages[storage]}' over '{old}', which '{a.label}' on {a.stream} may still use.",
-        where=b.where, region=f"slot {slot}", why=f"no path of waits orders {position(plan, first)} before {position(plan, last)}",
+        where=b.where, region=_slot(plan, flow, storage),
+        why=f"no path of waits orders {position(plan, first)} before {position(plan, last)}",
         fix="df.place(flow, plan) gives slots for these waits", picture=lanes(plan, first, last))  # fmt: skip
 
 
-def shared_inside(flow: Flow, launch: Launch, one: int, other: int, slot: int) -> errors.LiveOverlap:
+def shared_inside(plan: Plan, flow: Flow, launch: Launch, one: int, other: int) -> errors.LiveOverlap:
     return errors.LiveOverlap(
         f"'{launch.label}' uses '{flow.storages[one]}' and '{flow.storages[other]}', which share memory.", where=launch.where,
-        region=f"slot {slot}", why="one function may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
+        region=_slot(plan, flow, one), why="one function may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
     )
 
 
@@ -146,8 +145,12 @@ def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: in
     return errors.LiveOverlap(
         f"'{launch.label}' on {launch.stream} {_verb(flow, op_last, storage)} '{flow.storages[storage]}', "
         f"which '{launch_at(plan, first).label}' overwrote with '{other}'.",
-        where=launch.where, region=f"slot {slot}", why="values of one slot live one after the other",
+        where=launch.where, region=_slot(plan, flow, storage), why="values of one slot live one after the other",
         fix="df.place(flow, plan) gives slots for this order", picture=lanes(plan, first, last))  # fmt: skip
+
+
+def _slot(plan: Plan, flow: Flow, storage: int) -> str:
+    return next(f"slot {slot}" for name, slot in plan.slots if flow.value[name].storage == flow.storages[storage])
 
 
 def _in_slot(indexed: Indexed, slot: int) -> list[int]:

@@ -18,19 +18,12 @@ Only the last writer and the readers since are remembered: whatever came before 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from dynaflow.ir import Flow, Launch, Plan
 from dynaflow.verify import explain
 from dynaflow.verify.structure import RECORD, Indexed, remember
 
-
-class Touches(NamedTuple):
-    """What an op touches, without storages that no op writes: (storage, by_rows)."""
-
-    reads: tuple[tuple[int, bool], ...]
-    writes: tuple[tuple[int, bool], ...]
-    groups: tuple[int, ...]
+# What an op touches, without storages that no op writes: reads and writes as (storage, by_rows), and process groups.
+Touches = tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[int]]
 
 
 def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
@@ -53,10 +46,11 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     part_at = [0] * (never + 1)
     dead = [never] * indexed.num_segments
     # per slot: the storage that has it now, and what must be over before that one may be written
-    owner: dict[int, int] = {}
-    behind: dict[int, list[int]] = {}
+    owner = [-1] * indexed.num_slots
+    behind: list[dict[int, int]] = [{} for _ in owner]
 
-    _check_replacements(plan, flow, slot_of)
+    if indexed.num_calls > indexed.num_launches:
+        _check_replacements(plan, flow, slot_of)
     now = 0
     for s, op, p in steps:
         clock = clocks[s]
@@ -91,7 +85,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
                     is_all = len(touched) == len(whole)
                     kept = []
                     for t in readers:
-                        other = whole if is_all or _is_whole(touches[op_at[t]].reads, storage) else rows_of[part_at[t]]
+                        other = whole if is_all or (storage, False) in touches[op_at[t]][0] else rows_of[part_at[t]]
                         if is_all or not (other[-1] < touched[0] or touched[-1] < other[0]):
                             if clock[stream_at[t]] < t or op_at[t] > op:
                                 raise explain.conflict(plan, flow, indexed, t, now, storage, clock, stream_at)
@@ -102,20 +96,17 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
                 # 4. slot
                 slot = slot_of[storage]
                 if slot >= 0:
-                    old = owner.get(slot, -1)
+                    old = owner[slot]
                     if old != storage:
                         owner[slot] = storage
                         if old >= 0:
-                            behind[slot] = over = [-1] * num_streams
-                            for t in (*written[old], *read[old]):
-                                if t > over[stream_at[t]]:
-                                    over[stream_at[t]] = t
+                            # per stream, its last access: later times take the place of earlier ones
+                            behind[slot] = {stream_at[t]: t for t in sorted(written[old] + read[old])}
                             written[old] = dead
-                    if slot in behind:
-                        for known, needed in zip(clock, behind[slot]):
-                            # `now` itself: one op may not write over what it reads
-                            if known < needed or needed == now:
-                                raise explain.shared(plan, flow, indexed, needed, now, storage, slot, stream_at)
+                    for u, t in behind[slot].items():
+                        # `now` itself: one op may not write over what it reads
+                        if clock[u] < t or t == now:
+                            raise explain.shared(plan, flow, indexed, t, now, storage, slot)
             # 5. process group
             for token in groups:
                 last = written[token]
@@ -147,40 +138,43 @@ def _check_replacements(plan: Plan, flow: Flow, slot_of: list[int]) -> None:
                 for access in flow.accesses[flow.index[name]]:
                     slot = slot_of[access.storage]
                     if slot >= 0 and held.setdefault(slot, access.storage) != access.storage:
-                        raise explain.shared_inside(flow, step, held[slot], access.storage, slot)
-
-
-def _is_whole(reads: tuple[tuple[int, bool], ...], storage: int) -> bool:
-    return (storage, False) in reads
+                        raise explain.shared_inside(plan, flow, step, held[slot], access.storage)
 
 
 def touches_of(flow: Flow) -> list[Touches]:
     """Per op. Storages that no op writes are left out: parameters and inputs make no conflicts."""
-    groups = {i for i, name in enumerate(flow.storages) if name.startswith("group:")} & {
-        flow.storage_index[token] for op in flow.ops for token in op.uses
-    }
-    is_written = {a.storage for accesses in flow.accesses for a in accesses if a.is_write}
+    _check_flow(flow)
+    groups = {flow.storage_index[token] for op in flow.ops for token in op.uses if token.startswith("group:")}
+    is_written = bytearray(len(flow.storages))
+    for accesses in flow.accesses:
+        for storage, _, is_write in accesses:
+            if is_write:
+                is_written[storage] = 1
     table = []
     for accesses in flow.accesses:
-        table.append(
-            Touches(
-                tuple((a.storage, a.by_rows) for a in accesses if not a.is_write and a.storage in is_written),
-                tuple((a.storage, a.by_rows) for a in accesses if a.is_write and a.storage not in groups),
-                tuple(a.storage for a in accesses if a.storage in groups),
-            )
-        )
-    _check_flow(flow)
+        reads, writes, used = [], [], []
+        for storage, by_rows, is_write in accesses:
+            if not is_write:
+                if is_written[storage]:
+                    reads.append((storage, by_rows))
+            elif storage in groups:
+                used.append(storage)
+            else:
+                writes.append((storage, by_rows))
+        table.append((reads, writes, used))
     return table
 
 
 def _check_flow(flow: Flow) -> None:
     """A temporary or output is made before it is read, in program order."""
-    made: set[str] = set()
-    for v in flow.values:
-        if v.role in ("input", "param"):
-            made.add(v.storage)
+    value = flow.value
+    made = {v.storage for v in flow.values if v.role == "input" or v.role == "param"}
     for op in flow.ops:
-        for name in (*op.reads, *op.mutates):
-            if flow.value[name].storage not in made:
+        for name in op.reads:
+            if value[name].storage not in made:
                 raise explain.never_made(op.name, name)
-        made.update(flow.value[name].storage for name in op.writes)
+        for name in op.mutates:
+            if value[name].storage not in made:
+                raise explain.never_made(op.name, name)
+        for name in op.writes:
+            made.add(value[name].storage)

@@ -36,6 +36,7 @@ class Indexed(NamedTuple):
     num_waits: int
     # per storage: its slot, or -1 where it shares memory with nothing
     slot_of: list[int]
+    num_slots: int
 
 
 def index(plan: Plan, flow: Flow) -> Indexed:
@@ -104,11 +105,11 @@ def index(plan: Plan, flow: Flow) -> Indexed:
         if launched[op] not in whole:
             raise _split(plan, flow, op)
 
-    slot_of = _slots(plan, flow)
+    slot_of, num_slots = _slots(plan, flow)
     rows, num_segments = _segments(parts)
     num_waits = len(steps) - num_calls - len(events)
     num_launches = len(plan.steps) - num_waits - len(events)
-    return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, num_launches, num_waits, slot_of)
+    return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, num_launches, num_waits, slot_of, num_slots)
 
 
 def unsplittable(flow: Flow) -> list[int]:
@@ -135,12 +136,13 @@ def _segments(parts: tuple[Part, ...]) -> tuple[list[tuple[int, ...]], int]:
 # ---------------------------------------------------------------------------- 4. slots
 
 
-def _slots(plan: Plan, flow: Flow) -> list[int]:
-    """Per storage its slot; -1 for what has its own memory."""
+def _slots(plan: Plan, flow: Flow) -> tuple[list[int], int]:
+    """Per storage the number of its slot, -1 for what shares memory with nothing; and how many slots there are."""
     temporary = remember(flow, "_verify_temporary", _temporary)
     storage_of = remember(flow, "_verify_storage_of", lambda flow: {v.name: flow.storage_index[v.storage] for v in flow.values})
     slot_of = [-1] * len(flow.storages)
-    num_in: dict[int, int] = {}
+    number_of: dict[int, int] = {}
+    num_in: list[int] = []
     seen: set[str] = set()
     num_placed = 0
     for name, slot in plan.slots:
@@ -148,16 +150,20 @@ def _slots(plan: Plan, flow: Flow) -> list[int]:
         if storage < 0 or storage not in temporary or slot < 0 or name in seen:
             raise _bad_slot(plan, flow, name, slot)
         seen.add(name)
+        number = number_of.get(slot)
+        if number is None:
+            number = number_of[slot] = len(num_in)
+            num_in.append(0)
         old = slot_of[storage]
-        if old != slot:
+        if old != number:
             if old >= 0:
                 raise _bad_slot(plan, flow, name, slot)
-            slot_of[storage] = slot
+            slot_of[storage] = number
             num_placed += 1
-            num_in[slot] = num_in.get(slot, 0) + 1
+            num_in[number] += 1
     if num_placed < len(temporary):
         _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0})
-    return [slot if slot >= 0 and num_in[slot] > 1 else -1 for slot in slot_of]
+    return [number if number >= 0 and num_in[number] > 1 else -1 for number in slot_of], len(num_in)
 
 
 def _temporary(flow: Flow) -> frozenset[int]:

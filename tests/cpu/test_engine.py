@@ -1,0 +1,551 @@
+"""An unmodified model under plans: what a user passes in, what comes back, and what stays as it was."""
+
+import copy
+import logging
+import pickle
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow as df
+from dynaflow import errors
+
+RUNTIMES = ["threads", "fake:lazy", "fake:greedy", "fake:11"]
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Block(nn.Module):
+    """Two branches, an in-place update, a view across an op border, a counter without batch axis and a cache with one."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, *, scale=2.0, cache=None):
+        self.calls += 1
+        h = self.a(x).relu_() + self.b(x)
+        left, right = h.chunk(2, -1)
+        if cache is not None:
+            cache.add_(left)
+            right = right + cache
+        return {"y": self.c(h) * scale, "z": (torch.softmax(left, -1) * right).transpose(0, 1)}
+
+
+def same(got, wanted, exact=False):
+    flat_got, flat_wanted = torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(wanted)
+    assert len(flat_got) == len(flat_wanted)
+    for g, w in zip(flat_got, flat_wanted):
+        assert g.stride() == w.stride()
+        if exact:
+            assert torch.equal(g, w)
+        else:
+            torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("strategy", [df.TwoBatch(), df.NanoBatch(3), df.Branches(3)], ids=str)
+def test_results_state_and_captures(strategy, runtime):
+    model = Block()
+    twin = copy.deepcopy(model)
+    fast = df.compile(model, strategy=strategy, runtime=runtime, strict=True)
+    for step, batch_size in enumerate((8, 3, 17, 4, 5)):
+        x, cache = torch.randn(batch_size, 5, 8), torch.randn(batch_size, 5, 8)
+        mine, theirs = cache.clone(), cache.clone()
+        got = fast(x, scale=3.0, cache=mine)
+        same(got, twin(x, scale=3.0, cache=theirs))
+        torch.testing.assert_close(mine, theirs)
+        assert int(model.calls) == int(twin.calls) == step + 1, "the counter changes once per call, not once per part"
+    stats = df.stats(fast)
+    assert stats.captures == 1 and stats.plans == 1 and stats.binds == 5 and not stats.fallbacks
+    model.calls.zero_()
+    x = torch.randn(6, 5, 8)
+    same(fast(x), df.run_serialised(fast, x), exact=True)
+
+
+def test_one_capture_serves_batch_one_too_unless_the_model_asks():
+    fast = df.compile(Block(), strategy=df.Branches())
+    for batch_size in (1, 8, 2):
+        fast(torch.randn(batch_size, 5, 8))
+    assert df.stats(fast).captures == 1
+
+    def asks(x):
+        return x * 2 if x.shape[0] == 1 else x * 3
+
+    fast = df.compile(asks, strategy=df.Branches())
+    for batch_size in (8, 1, 2, 17, 1):
+        x = torch.randn(batch_size, 3)
+        assert torch.equal(fast(x), asks(x))
+    assert df.stats(fast).captures == 2
+
+
+def test_functions_pytrees_and_non_tensor_arguments():
+    def function(pair, table, flag, factor):
+        a, (b,) = pair
+        total = a * factor + table["t"]
+        return [total, {"b": b - 1 if flag else b}], "label", factor
+
+    def call(f, n):
+        g = torch.Generator().manual_seed(n)
+        a, b, t = (torch.randn(n, 4, generator=g) for _ in range(3))
+        return f((a, [b]), {"t": t}, True, 2)
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    for n in (4, 7):
+        got, wanted = call(fast, n), call(function, n)
+        assert got[1:] == ("label", 2)
+        same(got[0], wanted[0], exact=True)
+    assert fast.__name__ == "function"
+
+
+def test_graph_breaks():
+    def breaks(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos() + x
+
+    fast = df.compile(breaks, strategy=df.TwoBatch(), strict=True)
+    for n in (4, 6):
+        x = torch.randn(n, 3)
+        assert torch.equal(fast(x), breaks(x))
+    assert df.stats(fast).captures == 2 and df.stats(fast).num_part_launches > 0
+
+
+def test_the_module_is_still_itself():
+    model = Block()
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+    fast = df.compile(model, strategy=df.TwoBatch())
+    assert isinstance(fast, Block) and isinstance(fast, nn.Module)
+    assert fast.state_dict().keys() == model.state_dict().keys() and fast.a is model.a
+    x = torch.randn(4, 5, 8)
+    fast(x)
+    assert seen == ["Block"], "forward hooks run"
+    before = fast(x)["y"]
+    model.load_state_dict({k: v * 2 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+    after = fast(x)["y"]
+    same(after, model(x)["y"])
+    assert not torch.allclose(before, after)
+    fast.double()
+    assert fast(x.double())["y"].dtype == torch.float64
+    fast.note = "kept"
+    assert model.note == "kept"
+    assert type(copy.deepcopy(fast)) is Block
+    assert fast.eval() is fast and not model.training
+
+
+def test_a_parameter_may_be_replaced_after_compiling():
+    model = Block()
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(4, 5, 8)
+    fast(x)
+    model.c = nn.Linear(16, 8)
+    same(fast(x)["y"], model(x)["y"])
+
+
+def test_a_compiled_method_serves_the_whole_object():
+    model = Block()
+    model.forward = df.compile(model.forward, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(4, 5, 8)
+    same(model(x)["y"], Block.forward(model, x)["y"])
+
+
+def test_batch_dims():
+    def function(x, y):
+        return (x * 2).sum(0), y + 1
+
+    fast = df.compile(function, strategy=df.TwoBatch(), batch={"x": 1, "y": 0}, strict=True)
+    for n in (6, 9):
+        x, y = torch.randn(3, n), torch.randn(n, 2)
+        same(fast(x, y), function(x, y))
+    assert df.stats(fast).captures == 1 and df.stats(fast).num_part_launches > 0
+    with pytest.raises(errors.AmbiguousBatch, match="disagree"):
+        fast(torch.randn(3, 5), torch.randn(4, 2))
+    with pytest.raises(errors.AmbiguousBatch, match="candidates: x"):
+        df.compile(function, strategy=df.TwoBatch(), batch={"q": 0})(torch.randn(3, 5), torch.randn(4, 2))
+
+
+def test_a_batch_that_is_not_outermost_in_memory():
+    net = nn.Linear(4, 4)
+
+    def time_major(x):
+        h = net(x)
+        return torch.relu(h).view(h.shape[0] * h.shape[1], 4).view_as(h) + h
+
+    fast = df.compile(time_major, strategy=df.NanoBatch(3), batch=1, strict=True, runtime="fake:3")
+    for n in (4, 7):
+        x = torch.randn(5, n, 4)
+        same(fast(x), time_major(x))
+
+
+def test_aliased_inputs_are_found():
+    def shifts(a, b):
+        a.add_(1)
+        return b * 2
+
+    fast = df.compile(shifts, strategy=df.Branches(2), runtime="fake:lazy")
+    base = torch.arange(12.0).view(6, 2)
+    wanted = shifts(*(base.clone(),) * 2)
+    assert torch.equal(fast(base, base), wanted)
+    x, y = torch.randn(6, 2), torch.randn(6, 2)
+    assert torch.equal(fast(x, y), y * 2)
+    overlapping = torch.randn(12, 2)
+    a, b = overlapping[:6], overlapping[3:9]
+    copy_ = overlapping.clone()
+    assert torch.equal(fast(a, b), shifts(copy_[:6], copy_[3:9]))
+    assert any("share memory" in reason for reason in df.stats(fast).fallbacks) or df.stats(fast).captures > 2
+
+
+def test_outputs_belong_to_the_caller():
+    fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
+    x = [torch.randn(4, 5, 8) for _ in range(6)]
+    results = [fast(i)["y"] for i in x]
+    kept = [r.clone() for r in results]
+    for _ in range(3):
+        fast(torch.randn(4, 5, 8))
+    assert all(torch.equal(r, k) for r, k in zip(results, kept))
+
+
+def test_an_output_that_is_an_input_or_a_view_of_one():
+    def function(x):
+        x.mul_(2)
+        return x, x[:, :2], x.t()
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
+    got, wanted = fast(mine), function(theirs)
+    same(got, wanted, exact=True)
+    got[1].fill_(7)
+    assert float(mine[0, 0]) == 7, "still a view of the caller's tensor"
+
+
+def test_threads_and_several_models_do_not_meet():
+    models = [Block(), Block()]
+    fasts = [df.compile(m, strategy=df.NanoBatch(3), strict=True) for m in models]
+    for fast in fasts:
+        fast(torch.randn(6, 5, 8))
+    failures = []
+
+    def work(seed):
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(15):
+                x = torch.randn(int(torch.randint(3, 9, (), generator=g)), 5, 8, generator=g)
+                k = seed % 2
+                try:
+                    torch.testing.assert_close(fasts[k](x)["z"], Block.forward(models[k], x)["z"])
+                except AssertionError as error:
+                    failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(s,)) for s in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(60)
+    assert not any(w.is_alive() for w in workers) and not failures
+
+
+def test_autocast_and_inference_mode_hold_on_every_lane():
+    model = Block()
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="threads")
+    x = torch.randn(4, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, wanted = fast(x), model(x)
+    assert got["y"].dtype == torch.bfloat16
+    same(got, wanted)
+    with torch.inference_mode():
+        got = fast(x)
+    assert got["y"].is_inference()
+    same(got, model(x))
+
+
+def test_autocast_inside_the_model():
+    lin = nn.Linear(8, 8)
+
+    def function(x):
+        h = lin(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = lin(h) @ lin.weight
+        return h.float() + lin(x)
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 8)
+    same(fast(x), function(x))
+
+
+def test_gradients_run_the_sequential_graph_and_say_so(caplog):
+    model = Block()
+    fast = df.compile(model, strategy=df.TwoBatch())
+    x = torch.randn(4, 5, 8)
+    with torch.enable_grad(), caplog.at_level(logging.WARNING, "dynaflow"):
+        for _ in range(2):
+            loss = fast(x)["y"].sum()
+        assert loss.grad_fn is not None
+        loss.backward()
+    wanted = copy.deepcopy(model)
+    wanted.zero_grad()
+    with torch.enable_grad():
+        wanted(x)["y"].sum().backward()
+    torch.testing.assert_close(model.c.weight.grad, wanted.c.weight.grad)
+    assert sum("gradients are needed" in r.message for r in caplog.records) == 1, "said once"
+    (count,) = df.stats(fast).fallbacks.values()
+    assert count == 2
+    with torch.enable_grad(), pytest.raises(errors.FellBack, match="gradients"):
+        df.compile(model, strategy=df.TwoBatch(), strict=True)(x)
+
+
+class Raises(df.Strategy):
+    def schedule(self, flow):
+        raise ZeroDivisionError("oops")
+
+
+class Racy(df.Strategy):
+    def schedule(self, flow):
+        flow.execute(flow.ops and flow.find(flow.ops[-1].name))
+
+
+class GivesUp(df.Strategy):
+    def schedule(self, flow):
+        flow.sequential("not today")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"), [(Raises(), "ZeroDivisionError: oops"), (Racy(), "is not ready"), (GivesUp(), "not today"), (df.TwoBatch(min_batch_size=1), "has no row")],
+    ids=["raises", "is refused", "gives up", "batch smaller than the parts"],
+)  # fmt: skip
+def test_falls_back_loudly_once_and_counted(strategy, reason, caplog):
+    model = Block()
+    fast = df.compile(model, strategy=strategy)
+    x = torch.randn(1, 5, 8)
+    with caplog.at_level(logging.WARNING, "dynaflow"):
+        for _ in range(3):
+            same(fast(x), Block.forward(model, x))
+    warnings = [r.getMessage() for r in caplog.records if "falls back" in r.getMessage()]
+    assert len(warnings) == 1 and reason in warnings[0]
+    assert sum(df.stats(fast).fallbacks.values()) == 3
+    with pytest.raises(errors.StrategyError, match=reason):
+        df.compile(model, strategy=strategy, strict=True)(x)
+
+
+def test_sequential_and_auto_are_no_fallback():
+    for strategy in ("auto", "sequential", df.Sequential):
+        fast = df.compile(Block(), strategy=strategy, strict=True)
+        fast(torch.randn(4, 5, 8))
+        assert not df.stats(fast).fallbacks
+
+
+def test_one_plan_for_all_sizes_that_look_the_same():
+    runs = []
+
+    class Counted(df.Strategy):
+        def schedule(self, flow):
+            runs.append(flow.context.tags.get("phase"))
+            flow.split(2 if flow.context.batch_size < 8 else 4)
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0])
+
+    fast = df.compile(Block(), strategy=Counted(), strict=True)
+    for n in (4, 5, 6, 4, 5):
+        fast(torch.randn(n, 5, 8))
+    assert len(runs) == 1
+    fast(torch.randn(9, 5, 8))
+    assert len(runs) == 2
+    with df.context(phase="decode"):
+        fast(torch.randn(4, 5, 8))
+        fast(torch.randn(5, 5, 8))
+    assert runs[2:] == ["decode"]
+    assert df.stats(fast).captures == 1
+
+
+def test_an_error_in_a_launch_leaves_the_engine_right():
+    @torch.library.custom_op("dynaflow_test::explode", mutates_args=())
+    def explode(x: torch.Tensor) -> torch.Tensor:
+        if float(x.max()) > 100:
+            raise RuntimeError("boom")
+        return x.clone()
+
+    explode.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.explode, df.rowwise)
+
+    def function(x, cache):
+        cache.add_(x)
+        return torch.ops.dynaflow_test.explode(cache * 1.0) + 1
+
+    for runtime in ("threads", "serial"):
+        cut = ["auto", df.SplitFunc(torch.ops.dynaflow_test.explode)]
+        fast = df.compile(function, strategy=df.TwoBatch(), partition=cut, strict=True, runtime=runtime)
+        x = torch.ones(4, 3)
+        wanted = function(x, torch.zeros(4, 3))
+        same(fast(x, torch.zeros(4, 3)), wanted)
+        bad = torch.zeros(4, 3)
+        bad[3, 0] = 1000
+        with pytest.raises(RuntimeError, match="boom") as error:
+            fast(x, bad)
+        note = "\n".join(error.value.__notes__)
+        assert "raised by" in note and "explode" in note and "1/2" in note and "cache (by" in note
+        same(fast(x, torch.zeros(4, 3)), wanted)
+
+
+def test_part_contexts():
+    state = {"rows": None}
+
+    @torch.library.custom_op("dynaflow_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        start, stop = state["rows"]
+        assert x.shape[0] == stop - start
+        return x * torch.arange(start, stop).unsqueeze(1)
+
+    scaled.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.scaled, df.rowwise)
+
+    @contextmanager
+    def rows(start, stop):
+        before, state["rows"] = state["rows"], (start, stop)
+        yield
+        state["rows"] = before
+
+    def function(x):
+        return torch.ops.dynaflow_test.scaled(x + 1) * 2
+
+    fast = df.compile(function, strategy=df.NanoBatch(3), strict=True, part_context=lambda parts: [rows(p.start, p.stop) for p in parts])
+    for n in (7, 9):
+        x = torch.randn(n, 2)
+        state["rows"] = (0, n)
+        same(fast(x), function(x))
+        assert state["rows"] == (0, n)
+    short = df.compile(function, strategy=df.NanoBatch(3), part_context=lambda parts: [])
+    with pytest.raises(errors.OptionError, match="0 context managers for 3 parts"):
+        short(torch.randn(6, 2))
+
+
+def test_torch_compile_finds_the_backend():
+    assert "dynaflow" in torch._dynamo.list_backends()
+    model = Block()
+    x = torch.randn(4, 5, 8)
+    same(torch.compile(model, backend="dynaflow")(x)["y"], model(x)["y"])
+    before = df.stats().num_part_launches
+    fast = torch.compile(model, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
+    same(fast(x)["y"], model(x)["y"])
+    assert df.stats().num_part_launches > before
+
+
+def test_options_are_honoured_or_refused():
+    x = torch.randn(4, 3)
+    with pytest.raises(Exception, match="mode='max-autotune' is a mode of Inductor"):
+        torch.compile(torch.sin, backend="dynaflow", mode="max-autotune")(x)
+    with pytest.raises(Exception, match="unknown option 'stratgy'"):
+        torch.compile(torch.cos, backend="dynaflow", options={"stratgy": 1})(x)
+    with pytest.raises(errors.OptionError, match="unknown strategy 'fastest'"):
+        df.compile(torch.sin, strategy="fastest")
+    with pytest.raises(errors.OptionError, match="unknown runtime"):
+        df.compile(torch.sin, runtime="tpu")
+    with pytest.raises(errors.OptionError, match="is no strategy"):
+        df.compile(torch.sin, strategy=object())
+    with pytest.raises(TypeError, match="partitions"):
+        df.compile(torch.sin, partitions="auto")
+
+
+def test_random_ops_keep_their_order_and_are_not_split():
+    def function(x):
+        return torch.rand_like(x) + x, torch.bernoulli(x.sigmoid()) * 2
+
+    for strategy in (df.TwoBatch(), df.Branches(3)):
+        fast = df.compile(function, strategy=strategy, strict=True, runtime="fake:lazy")
+        x = torch.randn(6, 4)
+        fast(x)
+        torch.manual_seed(1)
+        got = fast(x)
+        torch.manual_seed(1)
+        same(got, function(x), exact=True)
+
+
+def test_batch_norm_in_training_mode_runs_merged_and_updates_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    twin = copy.deepcopy(model)
+    fast = df.compile(model.train(), strategy=df.TwoBatch(), strict=True)
+    for n in (6, 9):
+        x = torch.randn(n, 4)
+        same(fast(x), twin(x))
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+    assert int(model[1].num_batches_tracked) == int(twin[1].num_batches_tracked) == 2
+    model.eval()
+    twin.eval()
+    x = torch.randn(5, 4)
+    same(fast(x), twin(x))
+
+
+def test_explain_and_check_change_nothing():
+    model = Block()
+    x = torch.randn(6, 5, 8)
+    cache = torch.randn(6, 5, 8)
+    before = cache.clone()
+    text = str(df.explain(model, {"x": x, "cache": cache}, df.TwoBatch()))
+    for expected in ("mutates cache", "does not depend on the batch", "verified", "arena", "launches", "0/2"):
+        assert expected in text
+    checked = df.check(model, {"x": x, "cache": cache}, df.TwoBatch())
+    assert checked.num_split_ops > 3 and checked.worst_difference < 1e-5
+    assert int(model.calls) == 0 and torch.equal(cache, before)
+    with pytest.raises(errors.StrategyRaised, match="oops"):
+        df.explain(model, x, Raises())
+
+
+def test_check_names_the_op_that_mixes_rows():
+    class Centre(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(4, 4), Centre(), nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    honest = df.check(model, x, df.TwoBatch())
+    assert (honest.num_ops, honest.num_split_ops) == (4, 3), "the mean runs merged, its subtraction does not"
+    with pytest.raises(errors.SplitMismatch, match="'1' gives other results on part 0/2"):
+        df.check(model, x, df.TwoBatch(), partition=[df.SplitModule("1", splittable=True), "auto"])
+
+
+def test_plans_can_be_pickled_and_compared():
+    model = Block()
+    plan = df.explain(model, torch.randn(6, 5, 8), df.TwoBatch()).plan
+    assert pickle.loads(pickle.dumps(plan)) == plan and df.Plan.parse(str(plan)) == plan
+
+
+def test_profile_shows_the_launches():
+    fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
+    with df.profile() as profiled:
+        fast(torch.randn(6, 5, 8))
+    labels = {span.label for span in profiled.timeline.spans}
+    assert "a 0/2" in labels and "a 1/2" in labels
+    assert profiled.timeline.total_us > 0
+
+
+def test_a_recapture_for_another_reason_still_knows_the_batch():
+    def function(x, flag):
+        return x * 2 if flag else x.relu() * 3
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    for dtype in (torch.float32, torch.float64):
+        for flag in (True, False):
+            for n in (4, 6):
+                x = torch.randn(n, 3, dtype=dtype)
+                assert torch.equal(fast(x, flag), function(x, flag))
+    assert df.stats(fast).captures == 4
+    torch._dynamo.reset()
+    assert torch.equal(fast(x, True), function(x, True)), "also after Dynamo forgot everything"
+
+
+def test_two_batch_symbols_in_one_size_are_one_batch():
+    def function(x, mask):
+        return x * mask.view(x.shape[0], -1).float()
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    for n in (4, 6):
+        x, mask = torch.randn(n, 3), torch.ones(n, 3, dtype=torch.int64)
+        assert torch.equal(fast(x, mask), function(x, mask))
+    assert df.stats(fast).num_part_launches > 0
