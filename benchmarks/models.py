@@ -96,7 +96,7 @@ class Row:
     cases: tuple[Case, ...]
     # graphs captured over all batch sizes
     captures: int = 0
-    # of the graph captured last
+    # of the graph captured first
     num_ops: int = 0
     num_unsplittable: int = 0
     seconds: float = 0.0
@@ -148,7 +148,7 @@ def check_model(
 def _check_strategy(entry: Entry, module: nn.Module, strategy: str, batch_sizes: Sequence[int], device: str, dtype: torch.dtype) -> Row:
     began = time.perf_counter()
     fast = df.compile(module, strategy=STRATEGIES[strategy]())
-    cases = []
+    cases, ops = [], (0, 0)
     for batch in batch_sizes:
         inputs = _move(entry.inputs(batch, seed=len(strategy)), device, dtype)
         try:
@@ -156,9 +156,9 @@ def _check_strategy(entry: Entry, module: nn.Module, strategy: str, batch_sizes:
         except Exception as error:  # what does not work stands in the table
             traceback.print_exc()
             cases.append(Case(entry.name, strategy, batch, None, False, failure=_one_line(error)))
-    stats = df.stats(fast)
-    took = time.perf_counter() - began
-    return Row(entry.name, strategy, tuple(cases), stats.captures, stats.num_ops, stats.num_unsplittable, took)
+        if batch == batch_sizes[0]:
+            ops = df.stats(fast).num_ops, df.stats(fast).num_unsplittable
+    return Row(entry.name, strategy, tuple(cases), df.stats(fast).captures, *ops, time.perf_counter() - began)
 
 
 def _check_call(entry: Entry, module: nn.Module, fast: Any, strategy: str, batch: int, inputs: dict[str, Tensor]) -> Case:

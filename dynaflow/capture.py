@@ -88,8 +88,14 @@ def _quiet(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
-        with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+        before = torch._C._get_nnpack_enabled(), torch._C._get_mkldnn_enabled()
+        torch._C._set_nnpack_enabled(False)
+        torch._C._set_mkldnn_enabled(False)
+        try:
             return original(*args, **kwargs)
+        finally:
+            torch._C._set_nnpack_enabled(before[0])
+            torch._C._set_mkldnn_enabled(before[1])
 
     return quiet
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
@@ -30,6 +30,7 @@ from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, threads
 from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import Binder, Bound, Program
+from dynaflow.runtime.ranks import agree
 from dynaflow.settings import Settings
 from dynaflow.strategies import Sequential
 from dynaflow.sync import synchronise
@@ -222,7 +223,7 @@ class CapturedGraph:
         planned = next((p for p in self.plans if p.holds(facts)), None)
         is_new = planned is None
         if planned is None:
-            planned = self.plan(facts)
+            planned = self._plan_with_all_ranks(facts)
             self.plans.append(planned)
         if planned.binder is None:
             return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
@@ -261,6 +262,17 @@ class CapturedGraph:
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
                  len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
         return Planned(plan, context.looks, binder)
+
+    def _plan_with_all_ranks(self, facts: Mapping[str, Any]) -> Planned:
+        """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
+        try:
+            planned = self.plan(facts)
+        except errors.DynaFlowError:
+            with suppress(errors.RankMismatch):  # the others are told; here the first error is the one to show
+                agree(self.flow, sequential_plan(self.flow, "refused"))
+            raise
+        agree(self.flow, planned.plan)
+        return planned
 
     def _serial_bound(self, key: Any, sizes: tuple[int, ...]) -> Bound:
         with self.settings.lock:

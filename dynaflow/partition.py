@@ -97,18 +97,26 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
     for position, node in enumerate(nodes):
         info, path = facts.nodes[node], module_path(node)
         module = path[-1][0] if path else ""
+        rule = next((r for r in rules if isinstance(r, SplitFunc) and _calls(node, info.calls, r.function)), None)
+        module_rules = _module_rules(path, rules)
+        matched.update(r for _, r in module_rules)
+        if rule is not None:
+            matched.add(rule)
         custom = (node.meta.get("custom") or {}).get(MARK)
         if custom:
             name, _, kind = custom.partition("|")
-            keys[node] = (("mark", module, name), Group(f"{module}.{name}".strip("."), [], module, kind or None, None, "rule"))
+            before = keys[nodes[position - 1]] if position else None
+            if before is not None and before[0] == ("mark", custom) and _is_inside(module, before[1].module):
+                keys[node] = before
+                continue
+            base = _outermost_marked(nodes, position, custom)
+            keys[node] = (("mark", custom), Group(f"{base}.{name}".strip("."), [], base, kind or None, None, "rule"))
             continue
-        rule = next((r for r in rules if isinstance(r, SplitFunc) and _calls(node, info.calls, r.function)), None)
         producer = next((called[a] for a in node.all_input_nodes if a in called), None)
         if rule is None and producer is not None and _continues_collective(node, info.calls):
             keys[node] = called[node] = producer
             continue
         if rule is not None:
-            matched.add(rule)
             frame = _frame(node, rule.function)
             if frame and last_trace.get(rule) == (position - 1, frame):
                 keys[node] = keys[nodes[position - 1]]
@@ -119,10 +127,8 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
             last_trace[rule] = (position, frame)
             called[node] = keys[node]
             continue
-        module_rule = next(((n, r) for n, cls in reversed(path) for r in rules if isinstance(r, SplitModule) and r.matches(n, cls)), None)
-        if module_rule is not None:
-            name, rule_ = module_rule
-            matched.add(rule_)
+        if module_rules:
+            name, rule_ = module_rules[-1]
             keys[node] = (("module", name), Group(name, [], name, rule_.kind, rule_.splittable, "rule"))
         elif is_auto:
             is_anchor = is_large(info, total_macs)
@@ -132,11 +138,41 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
             keys[node] = (("rest",), Group(module or node.name, [], module, None, None, "rest"))
     for rule in rules:
         if rule not in matched:
-            known = sorted({n for node in nodes for n, _ in module_path(node)})[:6]
+            known = sorted({n for node in nodes for n, _ in module_path(node) if n})[:6]
             raise PartitionError(
                 f"{rule} matches nothing in the captured graph.", why=f"modules there: {', '.join(known) or 'none'} ...",
                 fix="print df.explain(model, inputs) for the names; functions must be called in the forward pass")  # fmt: skip
     return keys
+
+
+def _is_inside(module: str, base: str) -> bool:
+    return not base or module == base or module.startswith(f"{base}.")
+
+
+def _outermost_marked(nodes: list[fx.Node], position: int, custom: str) -> str:
+    """The module whose code holds the mark: the outermost one among the marked lines that follow."""
+    base = None
+    for node in nodes[position:]:
+        if (node.meta.get("custom") or {}).get(MARK) != custom:
+            break
+        path = module_path(node)
+        module = path[-1][0] if path else ""
+        if base is not None and not _is_inside(module, base) and not _is_inside(base, module):
+            break
+        base = module if base is None or _is_inside(base, module) else base
+    return base or ""
+
+
+def _module_rules(path: list[tuple[str, Any]], rules: list[Rule]) -> list[tuple[str, SplitModule]]:
+    """(module, rule) for every module rule that claims a node, outermost first. A rule's own choice is its outermost match:
+    `layers.*` means layers.0, not the modules inside of it."""
+    found = []
+    for rule in rules:
+        if isinstance(rule, SplitModule):
+            depth = next((d for d, (name, cls) in enumerate(path) if name and rule.matches(name, cls)), None)
+            if depth is not None:
+                found.append((depth, path[depth][0], rule))
+    return [(name, rule) for _, name, rule in sorted(found, key=lambda f: f[0])]
 
 
 def is_large(info: Any, total_macs: int) -> bool:
@@ -169,6 +205,7 @@ _IN_PLACE_COLLECTIVES = {
 
 def _calls(node: fx.Node, calls: tuple[str, ...], function: Any) -> bool:
     """Whether a node is (part of) a call of `function`."""
+    function = getattr(function, "_opoverload", function)  # what torch.library.custom_op returns
     if node.target is function:
         return True
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):

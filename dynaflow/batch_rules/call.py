@@ -56,7 +56,8 @@ class Sizes:
         )
 
     def has_batch_symbol(self, expr: sympy.Basic) -> bool:
-        return not expr.free_symbols.isdisjoint(self._to_batch)
+        # where several symbols mean the batch, 11*s1//s2 is 11
+        return not expr.free_symbols.isdisjoint(self._to_batch) and expr.xreplace(self._to_batch).has(BATCH)
 
     def is_multiple(self, size: Any) -> bool:
         """Whether size == batch * c, with c free of the batch."""

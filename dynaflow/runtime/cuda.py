@@ -15,7 +15,6 @@ from dynaflow.errors import OptionError
 from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
-from dynaflow.timeline import Span
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
 _lock = threading.Lock()
@@ -72,7 +71,7 @@ def issue(bound: Bound, run: Run, device: torch.device) -> None:
         run.profile = profile
         caller.synchronize()
         for call, begin, end in timed:
-            run.spans.append(Span(run.stream_of(call), call.label, origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3))
+            run.span(call, origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3)
     run.close()
 
 

@@ -76,7 +76,10 @@ class Run:
             self.error = error
         if self.profile is not None:
             end = time.perf_counter()
-            self.spans.append(Span(self.stream_of(call), call.label, (begin - self._t0) * 1e6, (end - self._t0) * 1e6))
+            self.span(call, (begin - self._t0) * 1e6, (end - self._t0) * 1e6)
+
+    def span(self, call: Call, start_us: float, end_us: float) -> None:
+        self.spans.append(Span(self.stream_of(call), call.label, start_us, end_us, call.kind))
 
     def stream_of(self, call: Call) -> str:
         if not hasattr(self, "_streams"):
@@ -106,7 +109,7 @@ class Run:
         """The end of the call: hand over the timeline, raise the first error."""
         if self.profile is not None and self.spans:
             spans = tuple(sorted(self.spans, key=lambda s: s.start_us))
-            self.profile.timelines.append(Timeline(spans, title=self.bound.plan.flow))
+            self.profile.timelines.append(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
         if self.error is not None:
             raise self.error
 

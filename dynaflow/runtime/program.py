@@ -74,11 +74,11 @@ class Instruction(NamedTuple):
 class Call:
     """One launch, resolved: `fn` on `args`, results copied to the tensors at `outs`."""
 
-    __slots__ = ("fn", "args", "outs", "label", "where", "part", "mutates")
+    __slots__ = ("fn", "args", "outs", "label", "where", "part", "mutates", "kind")
 
-    def __init__(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str]):
+    def __init__(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str], kind: str):
         # args: (number of the view, None), (number of the view, strides that the op expects) or (-1, a size)
-        self.fn, self.args, self.outs, self.mutates = fn, args, outs, mutates
+        self.fn, self.args, self.outs, self.mutates, self.kind = fn, args, outs, mutates, kind
         self.label, self.where = launch.label, launch.where
         # None: the launch spans several parts
         self.part = launch.calls[0][1] if len({part for _, part in launch.calls}) == 1 else None
@@ -291,7 +291,7 @@ class Binder:
             if code == LAUNCH:
                 launch, fn, args, outs, mutates = what
                 resolved = [(-1, numbers[x]) if i < 0 else (i, None if x is None else relaid[x]) for i, x in args]
-                what = Call(fn, resolved, outs, launch, mutates)
+                what = Call(fn, resolved, outs, launch, mutates, flow.op(launch.calls[0][0]).kind)
             instructions.append(Instruction(code, s, what))
         views = tuple(self._index)
         return Bound(plan, self.program, sizes, batch_size, memory, tuple(instructions), plan.streams, views, placed, given, outputs,

@@ -1,3 +1,6 @@
+from collections import Counter
+
+from dynaflow.ir import Part
 from dynaflow.planner import Planner
 from dynaflow.strategy import Strategy
 
@@ -17,9 +20,12 @@ class NanoBatch(Strategy):
         if flow.context.batch_size < self.min_batch_size:
             return flow.sequential(f"batch smaller than {self.min_batch_size}")
         flow.split(self.num_parts)
-        comm, copy = flow.stream("comm", priority=-1), flow.stream("copy")
+        compute, comm, copy = flow.stream("compute"), flow.stream("comm", priority=-1), flow.stream("copy")
         lane = {"network": comm, "copy": copy}
+        num_sent: Counter[Part] = Counter()
         while ready := flow.get_ready_ops():
-            # Send as soon as possible; otherwise the part that is furthest behind, so that all parts stay in step.
-            r = min(ready, key=lambda r: (r.kind != "network", r.depth, r.part))
-            flow.execute(r, stream=lane.get(r.kind, "compute"))
+            # Send as soon as possible. Otherwise stay with one part until it has sent: what waits for its own message must not
+            # stand before the work that could run meanwhile.
+            r = min(ready, key=lambda r: (r.kind != "network", num_sent[r.part], r.part, r.depth))
+            num_sent[r.part] += r.kind == "network"
+            flow.execute(r, stream=lane.get(r.kind, compute))

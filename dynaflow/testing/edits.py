@@ -15,21 +15,22 @@ from dynaflow.memory import ALIGNMENT, Memory
 
 # ---------------------------------------------------------------------------- bytes of a bound plan
 
-MEMORY_MUTATIONS = ("buffer moved", "buffer moved by a few bytes", "buffer outside the arena", "arena too small")
+MEMORY_MUTATIONS = ("buffer moved", "buffer moved into another", "buffer outside the arena", "arena too small")
 
 
 def mutate_memory(memory: Memory, rng: random.Random) -> tuple[str, Memory]:
     """Another offset for one value, or a smaller arena. Needs at least one value."""
     name = rng.choice(MEMORY_MUTATIONS)
-    value = rng.choice(list(memory.offsets))
-    offset, nbytes = memory.offsets[value]
-    room = max(0, memory.arena_bytes - nbytes)
+    value, other = rng.choice(list(memory.offsets)), rng.choice(list(memory.offsets))
+    nbytes = memory.offsets[value][1]
+    room = max(0, memory.arena_bytes - nbytes) // 8 * 8
     if name == "arena too small":
         return name, Memory(memory.offsets, max(8, (memory.arena_bytes - ALIGNMENT * rng.randint(1, 2)) // 8 * 8))
     if name == "buffer moved":
         new = rng.randint(0, room // 8) * 8
-    elif name == "buffer moved by a few bytes":
-        new = max(0, min(room // 8 * 8, offset + 8 * rng.choice((-3, -2, -1, 1, 2, 3, 32, -32))))
+    elif name == "buffer moved into another":
+        # The start addresses differ, by a few numbers: only the intervals show it.
+        new = max(0, min(room, memory.offsets[other][0] + 8 * rng.choice((-3, -2, -1, 1, 2, 3))))
     else:
         new = memory.arena_bytes - rng.randint(0, max(0, nbytes // 8 - 1)) * 8
     return name, Memory({**memory.offsets, value: (new, nbytes)}, memory.arena_bytes)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import torch
 
-from dynaflow.ir import WHOLE, Flow, Op, Part, Value
+from dynaflow.ir import WHOLE, Flow, Op, Part, Value, evaluate
 from dynaflow.runtime.program import Expr, Layout, Program, Unit
 
 FORMS = ("rows", "cols", "twice", "state")
@@ -85,8 +86,12 @@ class Mixer:
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         number: Any = self.key
+        constant: Any = torch.tensor(self.key)
         for i, (spec, tensor) in enumerate(zip(self.inputs, args)):
-            number = number + _hash(tensor, spec.form) * (2 * i + 3)
+            mixed = _hash(tensor, spec.form) * (2 * i + 3)
+            number = number + mixed
+            if spec.form == "state":
+                constant = constant + mixed
         if self.random_state is not None:
             self.random_state[0] = (self.random_state[0] * 6364136223846793005 + self.key) % 2**62
             number = number + self.random_state[0]
@@ -97,7 +102,9 @@ class Mixer:
             number = number + number.cumsum(0) + number.sum() * 5
         for i in self.mutated:
             self._change(args[i], self.inputs[i], number)
-        return tuple(self._make(spec, number, k) for k, spec in enumerate(self.outs))
+        # An op that may be split makes the same state on every part: from its states alone.
+        from_rows = {True: number, False: number if self.mixes_batch else constant}
+        return tuple(self._make(spec, from_rows[spec.form != "state"], k) for k, spec in enumerate(self.outs))
 
     def _change(self, tensor: torch.Tensor, spec: Spec, number: torch.Tensor) -> None:
         if spec.form == "state":
@@ -151,35 +158,70 @@ class Case:
         return not any(isinstance(arg, Expr) for arg in self.program.units[op].args)
 
     def fuse(self, calls: Sequence[tuple[str, Part]], name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """One function in the place of several calls: external inputs in order of first use, external outputs in order."""
-        flow, units = self.flow, self.program.units
+        """One function in the place of several calls: external inputs in order of first use, external outputs in order.
 
-        def key(value: str, part: Part) -> tuple[str, Part]:
-            return value, part if flow.value[value].axis is not None else WHOLE
-
-        made: list[tuple[str, Part]] = []
-        wanted: dict[tuple[str, Part], None] = {}
+        What is made inside for all its readers inside is no input; what is read by calls inside alone is no output.
+        """
+        flow, rows = self.flow, self._rows
+        made: dict[str, set[int]] = {}
+        used: dict[tuple[str, str], set[int]] = {}
+        inputs: dict[tuple[str, Part], None] = {}
         for op_name, part in calls:
             op = flow.op(op_name)
-            wanted.update(dict.fromkeys(k for v in (*op.reads, *op.mutates) if (k := key(v, part)) not in made))
-            made += [key(v, part) for v in op.writes]
-        inside = set(calls)
-        users: dict[str, set[str]] = {}
-        for op in flow.ops:
             for value in (*op.reads, *op.mutates):
-                users.setdefault(value, set()).add(op.name)
-        results = [k for k in made if flow.value[k[0]].role == "output" or any((user, k[1]) not in inside for user in users.get(k[0], ()))]
+                used.setdefault((value, op_name), set()).update(rows(part))
+                if value not in made or not made[value] >= rows(part, value):
+                    inputs[self._key(value, part)] = None
+            for value in op.writes:
+                made.setdefault(value, set()).update(rows(part, value))
+        outputs = []
+        for op_name, part in calls:
+            for value in flow.op(op_name).writes:
+                users = [op.name for op in flow.ops if value in op.reads or value in op.mutates]
+                needed = rows(part) if flow.value[value].axis is not None else rows(WHOLE)
+                if flow.value[value].role == "output" or any(not used.get((value, user), set()) >= needed for user in users):
+                    outputs.append(self._key(value, part))
+        outputs = list(dict.fromkeys(outputs))
 
         def fused(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            table = dict(zip(wanted, tensors))
+            given = dict(zip(inputs, tensors))
+            whole = {value: self._empty(value) for value in made}
             for op_name, part in calls:
-                unit = units[op_name]
-                made_now = unit.fn(*[table[key(arg, part)] for arg in unit.args if isinstance(arg, str)])
-                table.update(((key(out, part), tensor) for out, tensor in zip(unit.outs, made_now)))
-            return tuple(table[k] for k in results)
+                unit = self.program.units[op_name]
+                args = []
+                for arg in unit.args:
+                    assert isinstance(arg, str), "sizes are not given to a replacement"
+                    key = self._key(arg, part)
+                    args.append(given[key] if key in inputs else self._narrow(whole[arg], arg, part))
+                for out, result in zip(unit.outs, unit.fn(*args)):
+                    self._narrow(whole[out], out, part).copy_(result)
+            return tuple(self._narrow(whole[value], value, part) for value, part in outputs)
 
         fused.__qualname__ = name
         return fused
+
+    def _key(self, value: str, part: Part) -> tuple[str, Part]:
+        """Rows by their numbers: 1/2 and 2:4/4 are the same."""
+        divisor = gcd(*part) if self.flow.value[value].axis is not None else 0
+        return value, Part(*(n // divisor for n in part)) if divisor else WHOLE
+
+    def _rows(self, part: Part, value: str = "") -> set[int]:
+        """The part's rows; of a value without a batch axis, its only one."""
+        return {0} if value and self.flow.value[value].axis is None else set(range(*part.bounds(self.batch_size)))
+
+    def _empty(self, value: str) -> torch.Tensor:
+        shape = [evaluate(size, self.sizes) for size in self.flow.value[value].shape]
+        layout = self.program.layouts[value]
+        stride = [evaluate(step, self.sizes) for step in layout.stride]
+        return torch.full((self.batch_size * 64,), -1, dtype=layout.dtype).as_strided(shape, stride)
+
+    def _narrow(self, tensor: torch.Tensor, value: str, part: Part) -> torch.Tensor:
+        axis = self.flow.value[value].axis
+        if axis is None:
+            return tensor
+        lo, hi = part.bounds(self.batch_size)
+        each = tensor.shape[axis] // self.batch_size
+        return tensor.narrow(axis, lo * each, (hi - lo) * each)
 
 
 # ---------------------------------------------------------------------------- the generator
@@ -305,7 +347,10 @@ class _Generator:
         return list(dict.fromkeys(first + more))
 
     def _row_wise(self, name: str) -> None:
-        self._op(name, self._batch_inputs(), self._made(name, 3 if self.rng.random() < 0.2 else 1))
+        outs = self._made(name, 3 if self.rng.random() < 0.2 else 1)
+        if self.rng.random() < 0.1:
+            outs.append(self._spec(f"{name}:{len(outs)}", "state"))
+        self._op(name, self._batch_inputs(), outs)
 
     def _mixing(self, name: str) -> None:
         self._op(name, self._batch_inputs(), self._made(name), mixes="it sums over the batch")

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class RandomStrategy(Strategy):
     """Random splits (even, uneven, per op), streams and order; sometimes one launch over adjacent parts, sometimes a replacement."""
 
-    def __init__(self, seed: int, case: Case | None = None):
-        self.seed, self._case = seed, case
+    def __init__(self, seed: int, case: Case | None = None, across_parts: bool = False):
+        # across_parts: replacements also join calls over different rows that depend on each other
+        self.seed, self._case, self.across_parts = seed, case, across_parts
 
     def schedule(self, flow: Planner) -> None:
         rng = random.Random(self.seed)
@@ -66,14 +67,19 @@ class RandomStrategy(Strategy):
         return run
 
     def _replaced(self, flow: Planner, rng: random.Random, r: ReadyOp, ready: list[ReadyOp]) -> list[ReadyOp]:
-        """Two or more calls for one function: r and a user of it on the same rows; or r and another ready op; across parts or not."""
+        """Calls for one function: all that a user of r still waits for, and that user; or some ready ops. Across parts or not."""
         assert self._case is not None
-        fusible = self._case.can_fuse
-        if not fusible(r.name):
-            return []
-        successors = flow._successors[r._item]
-        users = [u for u in r.users if u.part == r.part and successors.count(u._item) == flow._num_unmet[u._item] and fusible(u.name)]
-        others = [x for x in ready if x is not r and fusible(x.name)]
+        can_fuse = self._case.can_fuse
+        others = [x for x in ready if x is not r and can_fuse(x.name)]
+        users = [u for u in r.users if self.across_parts or u.part == r.part]
         if users and rng.random() < 0.7:
-            return [r, rng.choice(users)]
-        return [r, *rng.sample(others, min(len(others), rng.randint(1, 2)))] if others else []
+            user = rng.choice(users)
+            before = [h for h in flow._handles if user._item in flow._successors[h._item]]
+            open_ones = [h for h in before if not flow._done[h._item]]
+            # What is made inside must be made there for all of the user's rows.
+            is_half = any(h.name == g.name and flow._done[h._item] for h in before for g in open_ones)
+            group = [*open_ones, user]
+            is_one_part = self.across_parts or all(x.part == r.part for x in group)
+            if is_one_part and not is_half and all(x.is_ready for x in open_ones) and all(can_fuse(x.name) for x in group):
+                return group
+        return [r, *rng.sample(others, min(len(others), rng.randint(1, 2)))] if others and can_fuse(r.name) else []

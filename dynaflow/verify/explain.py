@@ -60,10 +60,8 @@ def _text(plan: Plan, at: int) -> str:
 
 
 def _op_of(plan: Plan, flow: Flow, time: int) -> tuple[int, int]:
-    """The step and the op of a call; inside a replacement, calls count in program order."""
     at, number = step_of(plan, time)
-    ops = sorted(flow.index[name] for name, _ in launch_at(plan, at).calls)
-    return at, ops[number]
+    return at, flow.index[launch_at(plan, at).calls[number][0]]
 
 
 def _verb(flow: Flow, op: int, storage: int) -> str:
@@ -129,6 +127,13 @@ def shared_inside(plan: Plan, flow: Flow, launch: Launch, one: int, other: int) 
         f"'{launch.label}' uses '{flow.storages[one]}' and '{flow.storages[other]}', which share memory.", where=launch.where,
         region=_slot(plan, flow, one), why="one function may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
     )
+
+
+def half_made(launch: Launch, value: str, reader: str) -> errors.MalformedPlan:
+    return errors.MalformedPlan(
+        f"'{launch.label}' makes only some of the rows of '{value}' that '{reader}' in it reads.", where=launch.where,
+        why="what is made inside a replacement is no input of its function, and the other rows are made outside",
+        fix="put all parts that make these rows into the replacement, or none")  # fmt: skip
 
 
 def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: int) -> errors.LiveOverlap:

@@ -18,7 +18,7 @@ Only the last writer and the readers since are remembered: whatever came before 
 
 from __future__ import annotations
 
-from dynaflow.ir import Flow, Launch, Plan
+from dynaflow.ir import Flow, Plan
 from dynaflow.verify import explain
 from dynaflow.verify.structure import RECORD, Indexed, remember
 
@@ -50,7 +50,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     behind: list[dict[int, int]] = [{} for _ in owner]
 
     if indexed.num_calls > indexed.num_launches:
-        _check_replacements(plan, flow, slot_of)
+        _check_replacements(plan, flow, indexed)
     now = 0
     for s, op, p in steps:
         clock = clocks[s]
@@ -129,16 +129,26 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     return sum(clocks[s][s] > 0 for s in range(num_streams))
 
 
-def _check_replacements(plan: Plan, flow: Flow, slot_of: list[int]) -> None:
-    """A replacement may read its inputs until its end: nothing that it touches may share a slot."""
-    for step in plan.steps:
-        if type(step) is Launch and len(step.calls) > 1:
-            held: dict[int, int] = {}
-            for name, _ in step.calls:
-                for access in flow.accesses[flow.index[name]]:
-                    slot = slot_of[access.storage]
-                    if slot >= 0 and held.setdefault(slot, access.storage) != access.storage:
-                        raise explain.shared_inside(plan, flow, step, held[slot], access.storage)
+def _check_replacements(plan: Plan, flow: Flow, indexed: Indexed) -> None:
+    """What a replacement touches shares no slot: it may read its inputs until its end. What it makes, it makes for all its readers."""
+    rows_of = dict(zip(indexed.parts, indexed.rows))
+    for launch in plan.launches:
+        if len(launch.calls) == 1:
+            continue
+        held: dict[int, int] = {}
+        made: dict[str, set[int]] = {}
+        for name, part in launch.calls:
+            op = flow.op(name)
+            for storage, _, _ in flow.accesses[flow.index[name]]:
+                slot = indexed.slot_of[storage]
+                if slot >= 0 and held.setdefault(slot, storage) != storage:
+                    raise explain.shared_inside(plan, flow, launch, held[slot], storage)
+            for value in (*op.reads, *op.mutates):
+                inside = made.get(value, set()).intersection(rows_of[part])
+                if inside and len(inside) < len(rows_of[part]) and flow.value[value].axis is not None:
+                    raise explain.half_made(launch, value, name)
+            for value in op.writes:
+                made.setdefault(value, set()).update(rows_of[part])
 
 
 def touches_of(flow: Flow) -> list[Touches]:

@@ -14,25 +14,27 @@ from dynaflow import errors
 from dynaflow.ir import Flow, Part, Plan
 
 
+Collective = tuple[str, tuple[int, int, int, int], str]
+
+
 def verify_ranks(plans: Sequence[Plan], flows: Flow | Sequence[Flow]) -> None:
     """`plans[r]` is rank r's plan, `flows[r]` its flow (one Flow: the same on every rank)."""
     per_rank = [flows] * len(plans) if isinstance(flows, Flow) else list(flows)
     if len(per_rank) != len(plans):
         raise errors.RankMismatch(f"{len(plans)} plans and {len(per_rank)} flows.", fix="pass one flow per rank, or one for all")
-    if not plans:
-        return
-    first = collectives(plans[0], per_rank[0])
-    for rank in range(1, len(plans)):
-        here = collectives(plans[rank], per_rank[rank])
+    verify_orders([collectives(plan, flow) for plan, flow in zip(plans, per_rank, strict=True)])
+
+
+def verify_orders(orders: Sequence[Sequence[Collective]]) -> None:
+    """`orders[r]` is what `collectives` says of rank r."""
+    first = orders[0] if orders else []
+    for rank, here in enumerate(orders):
         for number, (a, b) in enumerate(zip_longest(first, here)):
-            if a is None or b is None or a[:2] != b[:2]:
+            if a is None or b is None or a[0] != b[0] or tuple(a[1]) != tuple(b[1]):
                 raise errors.RankMismatch(
                     f"collective {number} is {_name(a)} on rank 0 and {_name(b)} on rank {rank}.", where=b[2] if b else a[2] if a else "",
                     why="each rank would wait for the other", fix="use one plan on all ranks: rank 0's",
                     picture=_side_by_side(first, here, number, rank))  # fmt: skip
-
-
-Collective = tuple[str, tuple[int, int, int, int], str]
 
 
 def collectives(plan: Plan, flow: Flow) -> list[Collective]:
@@ -54,7 +56,7 @@ def _name(collective: Collective | None) -> str:
     return f"'{collective[0]}'" if (lo, hi) == (0, hi_of) else f"'{collective[0]}' over rows {lo}/{lo_of} to {hi}/{hi_of}"
 
 
-def _side_by_side(first: list[Collective], here: list[Collective], number: int, rank: int) -> str:
+def _side_by_side(first: Sequence[Collective], here: Sequence[Collective], number: int, rank: int) -> str:
     start = max(0, number - 2)
     rows = [("rank 0", f"rank {rank}")]
     rows += [(_name(first[i] if i < len(first) else None), _name(here[i] if i < len(here) else None)) for i in range(start, number + 1)]

@@ -69,8 +69,6 @@ def index(plan: Plan, flow: Flow) -> Indexed:
                 if len(calls) != 1:
                     if not calls or not step.replace:
                         raise _no_function(step)
-                    # What happens inside a replacement is its own business: its calls count in program order.
-                    calls = sorted(calls, key=lambda call: op_index[call[0]])
                 for name, part in calls:
                     op = op_index[name]
                     p = part_index.get(part)
@@ -105,8 +103,8 @@ def index(plan: Plan, flow: Flow) -> Indexed:
         if launched[op] not in whole:
             raise _split(plan, flow, op)
 
-    slot_of, num_slots = _slots(plan, flow)
     rows, num_segments = _segments(parts)
+    slot_of, num_slots = _slots(plan, flow, dict(zip(parts, rows)))
     num_waits = len(steps) - num_calls - len(events)
     num_launches = len(plan.steps) - num_waits - len(events)
     return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, num_launches, num_waits, slot_of, num_slots)
@@ -136,7 +134,7 @@ def _segments(parts: tuple[Part, ...]) -> tuple[list[tuple[int, ...]], int]:
 # ---------------------------------------------------------------------------- 4. slots
 
 
-def _slots(plan: Plan, flow: Flow) -> tuple[list[int], int]:
+def _slots(plan: Plan, flow: Flow, rows_of: dict[Part, tuple[int, ...]]) -> tuple[list[int], int]:
     """Per storage the number of its slot, -1 for what shares memory with nothing; and how many slots there are."""
     temporary = remember(flow, "_verify_temporary", _temporary)
     storage_of = remember(flow, "_verify_storage_of", lambda flow: {v.name: flow.storage_index[v.storage] for v in flow.values})
@@ -162,7 +160,7 @@ def _slots(plan: Plan, flow: Flow) -> tuple[list[int], int]:
             num_placed += 1
             num_in[number] += 1
     if num_placed < len(temporary):
-        _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0})
+        _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0}, rows_of)
     return [number if number >= 0 and num_in[number] > 1 else -1 for number in slot_of], len(num_in)
 
 
@@ -174,31 +172,21 @@ def _temporary(flow: Flow) -> frozenset[int]:
     return frozenset(storage for storage, found in roles.items() if found == {"temp"})
 
 
-def _without_slot(plan: Plan, flow: Flow, storages: set[int]) -> None:
+def _without_slot(plan: Plan, flow: Flow, storages: set[int], rows_of: dict[Part, tuple[int, ...]]) -> None:
     """A temporary needs no memory where every launch that touches it is a replacement that makes all the rows that it reads."""
     for launch in plan.launches:
-        made: dict[int, set[Part]] = {}
-        used: list[tuple[int, str, Part]] = []
+        made: dict[str, set[int]] = {}
         for name, part in launch.calls:
             op = flow.op(name)
-            for value in op.writes:
-                storage = flow.storage_index[flow.value[value].storage]
-                if storage in storages:
-                    made.setdefault(storage, set()).add(part)
-            for value in (*op.reads, *op.mutates, *(() if launch.replace else op.writes)):
-                storage = flow.storage_index[flow.value[value].storage]
-                if storage in storages:
-                    used.append((storage, value, part))
-        for storage, value, part in used:
-            is_inside = launch.replace and any(_covers(p, part) for p in made.get(storage, ()))
-            if not is_inside:
-                raise errors.MalformedPlan(
-                    f"'{value}' has no memory: no slot, and '{launch.label}' uses it.", where=launch.where,
-                    why="only what never leaves a replacement needs no slot", fix="df.place(flow, plan) gives the slots")  # fmt: skip
-
-
-def _covers(outer: Part, inner: Part) -> bool:
-    return outer.lo * inner.of <= inner.lo * outer.of and inner.hi * outer.of <= outer.hi * inner.of
+            for value in (*op.reads, *op.mutates, *op.writes):
+                if flow.storage_index[flow.value[value].storage] not in storages:
+                    continue
+                if launch.replace and value in op.writes:
+                    made.setdefault(value, set()).update(rows_of[part])
+                elif value not in made or (flow.value[value].axis is not None and not made[value].issuperset(rows_of[part])):
+                    raise errors.MalformedPlan(
+                        f"'{value}' has no memory: no slot, and '{launch.label}' uses it.", where=launch.where,
+                        why="only what never leaves a replacement needs no slot", fix="df.place(flow, plan) gives the slots")  # fmt: skip
 
 
 def _bad_slot(plan: Plan, flow: Flow, name: str, slot: int) -> errors.MalformedPlan:

@@ -13,7 +13,7 @@ import dynaflow
 import dynaflow.testing.fuzz as fuzz
 from dynaflow.errors import DynaFlowError
 from dynaflow.ir import Wait
-from dynaflow.testing import MUTATIONS, harmless_edit, mutate, random_flow, show_wrong
+from dynaflow.testing import MUTATIONS, RandomStrategy, harmless_edit, mutate, random_flow, show_wrong
 from dynaflow.verify import order, verify
 
 VERIFY = sys.modules["dynaflow.verify"]  # the name `dynaflow.verify` is the function
@@ -70,6 +70,20 @@ def test_notices_a_wait_that_is_not_needed(seed):
     if type(plan.steps[-1]) is Wait:
         extended = fuzz.replace(plan, steps=plan.steps + plan.steps[-1:])
         assert any("can be left out" in problem for problem in fuzz.plan_problems(extended, case, seed))
+
+
+def test_replacements_across_parts_give_the_program_s_result():
+    """A function in the place of `[a 0/2, a 1/2, b]`: what is made inside is no input of it."""
+    problems, num_across = [], 0
+    for seed in range(60):
+        case = random_flow(seed)
+        plan, functions = fuzz.make_plan(case, RandomStrategy(seed, case, across_parts=True))
+        num_across += sum(len({part for _, part in launch.calls}) > 1 for launch in plan.launches)
+        verify(plan, case.flow)
+        wrong = show_wrong(plan, case, case.reference(), functions=functions, num_interleavings=2)
+        problems += [f"flow {seed}: {wrong}"] * bool(wrong)
+    assert num_across > 20
+    assert not problems, "\n".join(problems)
 
 
 # -- the kit itself

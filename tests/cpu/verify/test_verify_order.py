@@ -207,9 +207,32 @@ def test_rejects_race_of_a_replacement():
     refused(errors.PlanRace, flow, forked("launch f.g[one, two] @a\nlaunch three @b"), slots="slot 0 r")
 
 
-def test_accepts_a_replacement_that_lists_its_calls_in_any_order():
+def test_rejects_replacement_that_lists_a_reader_before_its_writer():
+    """What is listed first is an input of the function: it would get memory that nobody wrote."""
     flow = flow_of("input x\n one: x -> h\n two: h -> r\n three: r -> y\n output y")
-    accepted(flow, forked("launch f.g[two, one] @a\nlaunch three @a"), slots="slot 0 r")
+    refused(errors.WrongOrder, flow, forked("launch f.g[two, one] @a\nlaunch three @a"))
+
+
+def test_accepts_replacement_in_the_order_of_the_program():
+    flow = flow_of("input x\n one: x -> h\n two: h -> r\n three: r -> y\n output y")
+    accepted(flow, forked("launch f.g[one, two] @a\nlaunch three @a"), slots="slot 0 r")
+
+
+def test_rejects_replacement_that_makes_only_some_rows_that_it_reads():
+    flow = flow_of("input x\n one: x -> h\n scan whole: h -> y\n output y")
+    said = refused(errors.MalformedPlan, flow, "launch one 0/2 @caller\nlaunch f.g[one 1/2, scan] @caller")
+    assert "makes only some of the rows of 'h' that 'scan' in it reads" in said
+
+
+def test_accepts_replacement_across_parts():
+    flow = flow_of("input x\n one: x -> h\n scan whole: h -> y\n output y")
+    accepted(flow, "launch f.g[one 0/2, one 1/2, scan] @caller")
+    accepted(flow, "launch f.g[one 0/2, one 1/2, scan] @caller", slots="")
+    accepted(flow, "launch one 0/2 @caller\nlaunch one 1/2 @caller\nlaunch scan @caller")
+
+
+def test_accepts_replacement_that_reads_other_rows_than_it_makes():
+    accepted(CHAIN, "launch one 0/2 @caller\nlaunch f.g[one 1/2, two 0/2] @caller\nlaunch two 1/2 @caller")
 
 
 def test_rejects_replacement_around_an_op_in_between():

@@ -1,0 +1,207 @@
+"""Where operators begin and end: by module, by function, by mark, and without being told."""
+
+import operator
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dynaflow as df
+from dynaflow import errors
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.gate = nn.LayerNorm(8), Mlp(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with df.mark("router", kind="memory"):
+            g = torch.sigmoid(self.gate(x))
+        return x + rotate(self.mlp(self.norm(x))) * g
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rotate(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def ops(model, partition, x=None):
+    flow = df.explain(model, torch.randn(6, 8) if x is None else x, df.Sequential(), partition=partition).flow
+    return {op.name: op for op in flow.ops}
+
+
+def holds(model, partition):
+    """Results do not depend on the partition."""
+    fast = df.compile(model, strategy=df.TwoBatch(), partition=partition, strict=True, runtime="fake:5")
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_split_module_by_name_and_by_class():
+    model = Model()
+    by_name = ops(model, df.SplitModule("*.mlp", kind="memory"))
+    by_class = ops(model, [df.SplitModule(Mlp)])
+    for found in (by_name, by_class):
+        assert {"layers.0.mlp", "layers.1.mlp"} <= set(found) and not any(".up" in name for name in found)
+    assert by_name["layers.0.mlp"].kind == "memory" and by_class["layers.0.mlp"].kind == "compute"
+    holds(model, df.SplitModule("*.mlp"))
+
+
+def test_the_innermost_module_wins():
+    found = ops(Model(), [df.SplitModule("layers.*"), df.SplitModule("*.up")])
+    assert "layers.0.mlp.up" in found and "layers.0" in found
+
+
+def test_split_func_by_torch_function_python_function_and_op():
+    model = Model()
+    assert sum("cat" in name for name in ops(model, df.SplitFunc(torch.cat, kind="copy"))) == 2
+    assert sum("rotate" in name for name in ops(model, df.SplitFunc(rotate))) == 2
+    assert sum("sigmoid" in name for name in ops(model, df.SplitFunc(torch.ops.aten.sigmoid))) == 0, "marked lines keep their mark"
+    assert sum("relu" in name for name in ops(model, df.SplitFunc(torch.ops.aten.relu))) == 2
+    assert sum("add" in name for name in ops(model, df.SplitFunc(operator.add))) == 2
+    holds(model, [df.SplitFunc(rotate), df.SplitFunc(torch.relu), "auto"])
+
+
+def test_marks_name_their_lines():
+    found = ops(Model(), "auto")
+    assert found["layers.0.router"].kind == "memory" and found["layers.1.router"].kind == "memory"
+    x = torch.randn(3, 8)
+    with df.mark("outside"):
+        assert torch.equal(x + 1, x + 1), "outside of a capture a mark does nothing"
+
+
+def test_auto_cuts_at_matrix_products_and_modules():
+    found = ops(Model(), "auto")
+    assert {"layers.0.mlp.up", "layers.0.mlp.down", "layers.0.norm"} <= set(found)
+    assert found["layers.0.mlp.up"].kind == "compute" and found["layers.0.norm"].kind == "memory"
+    holds(Model(), "auto")
+
+
+def test_auto_puts_attention_on_its_own():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x):
+            q = x.view(x.shape[0], -1, 2, 4).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape) + x
+
+    found = ops(Net(), "auto", torch.randn(4, 3, 8))
+    assert found["sdpa"].kind == "compute" and not found["sdpa"].unsplittable
+
+
+def test_results_do_not_depend_on_rules():
+    for rules in ("auto", [], df.SplitModule("layers.0"), [df.SplitModule("*.gate"), df.SplitModule("*.norm")]):
+        holds(Model(), rules)
+
+
+def test_rejects_a_rule_that_matches_nothing():
+    with pytest.raises(errors.PartitionError, match="matches nothing") as error:
+        ops(Model(), df.SplitModule("*.attention"))
+    assert "layers.0" in error.value.why
+    with pytest.raises(errors.PartitionError, match="matches nothing"):
+        ops(Model(), df.SplitFunc(torch.fft.fft))
+
+
+def test_rejects_what_is_no_rule():
+    with pytest.raises(errors.OptionError, match="unknown kind 'gpu'"):
+        df.SplitModule("*.mlp", kind="gpu")
+    with pytest.raises(errors.PartitionError, match="takes a class or a name pattern"):
+        df.SplitModule(3)
+    with pytest.raises(errors.PartitionError, match="takes a function or an op"):
+        df.SplitFunc("all_reduce")
+    with pytest.raises(errors.OptionError, match="partition got 'fine'"):
+        ops(Model(), "fine")
+    with pytest.raises(errors.OptionError, match="unknown kind"):
+        df.mark("x", kind="fast")
+
+
+def test_splittable_overrides_what_the_engine_sees():
+    class Sorted(nn.Module):
+        """Sorts rows and puts them back: row by row the same, but the engine cannot know."""
+
+        def forward(self, x):
+            order = x.sum(-1).argsort()
+            y = x[order] * 2
+            return y[order.argsort()]
+
+    model = nn.Sequential(nn.Linear(8, 8), Sorted())
+    x = torch.randn(6, 8)
+    assert ops(model, df.SplitModule("1"), x)["1"].unsplittable
+    rules = df.SplitModule("1", splittable=True)
+    assert not ops(model, rules, x)["1"].unsplittable
+    assert df.check(model, x, df.TwoBatch(), partition=rules).num_split_ops == 2
+    assert ops(model, df.SplitModule("0", splittable=False), x)["0"].unsplittable == "splittable=False in the partition"
+    with pytest.raises(errors.PartitionError, match="has no batch axis"):
+        ops(lambda x: torch.sum(x * 2, 0) + 1, [df.SplitFunc(torch.sum, splittable=True)], x)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_all_reduce_is_one_op(one_rank):
+    linear = nn.Linear(8, 8)
+
+    def block(x):
+        h = linear(x)
+        dist.all_reduce(h)
+        return torch.relu(h) + x
+
+    found = ops(block, [df.SplitFunc(dist.all_reduce, kind="network")])
+    (name,) = [n for n in found if "all_reduce" in n]
+    op = found[name]
+    assert op.kind == "network" and op.mutates and any(token.startswith("group:") for token in op.uses) and not op.unsplittable
+    fast = df.compile(block, strategy=df.TwoBatch(), partition=[df.SplitFunc(dist.all_reduce)], strict=True)
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(fast(x), torch.relu(linear(x)) + x)
+    auto = ops(block, "auto")
+    assert [op.kind for op in auto.values()].count("network") == 1
+
+
+def test_async_all_reduce_breaks_the_graph_and_still_works(one_rank):
+    def block(x):
+        h = x * 2
+        work = dist.all_reduce(h, async_op=True)
+        work.wait()
+        return h + 1
+
+    fast = df.compile(block, strategy=df.TwoBatch())
+    x = torch.randn(6, 8)
+    assert torch.equal(fast(x), x * 2 + 1)
