@@ -25,6 +25,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
@@ -33,15 +34,8 @@ from dynaflow.batch_rules import REDUCES, STATE, Call, Sizes, find, groups, regi
 
 __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 
-# higher-order ops that run their body as it is: what comes before the body, and between the body and its arguments
-_TRANSPARENT = {
-    "wrap": (0, 0),
-    "wrap_activation_checkpoint": (0, 0),
-    "tag_activation_checkpoint": (0, 0),
-    "invoke_subgraph": (0, 1),
-    "wrap_with_set_grad_enabled": (1, 0),
-    "wrap_with_autocast": (4, 0),
-}
+# higher-order ops that run their body as it is, and how many arguments stand between the body and what it is given
+_TRANSPARENT = {"wrap": 0, "wrap_activation_checkpoint": 0, "tag_activation_checkpoint": 0, "invoke_subgraph": 1}
 
 # ops that ask for something other than data
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
@@ -130,6 +124,8 @@ class _Walk(fx.Interpreter):
         reason = self._transform(node)
         try:
             value = super().run_node(node)
+            if "unbacked_bindings" in node.meta:  # sizes that depend on data: by the symbols that Dynamo knows them by
+                rebind_unbacked(self.fake_mode.shape_env, node, value)
         except Exception as error:  # noqa: BLE001 (one node that we cannot run must not cost the others)
             value, reason = self._fall_back(node, heard), f"could not be analysed: {type(error).__name__}"
         if not heard.calls and value is None and self.listener.sizes.has_batch(self._arguments(node)):
@@ -142,11 +138,8 @@ class _Walk(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
-        if name in _TRANSPARENT:
-            before, between = _TRANSPARENT[name]
-            body, rest = args[before], args[before + 1 + between :]
-            return body(*rest)
+        if _is_transparent(target):
+            return args[0](*args[1 + _TRANSPARENT[target.name()] :])
         return super().call_function(target, args, kwargs)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,8 +227,9 @@ class _Listener(TorchDispatchMode):
         self._alive.append(value)
 
     def axis(self, value: Any) -> int | None:
-        is_plain = isinstance(value, torch.Tensor) and id(value) not in self.opaque and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-        return self.sizes.axis(value) if is_plain else None
+        if not isinstance(value, torch.Tensor) or id(value) in self.opaque or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return None
+        return self.sizes.axis(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -247,6 +241,9 @@ class _Listener(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _is_transparent(func):
+            with self:
+                return args[0](*args[1 + _TRANSPARENT[func.name()] :])
         # its fake returns a new tensor, the real one returns what it was given
         is_wait = is_op and func._schema.name.endswith("functional::wait_tensor")
         result = args[0] if is_wait else func(*args, **kwargs)
@@ -303,6 +300,10 @@ class _Listener(TorchDispatchMode):
             return f"reads a tensor that cannot be cut by rows {name}", False
         if call.is_opaque:
             return f"no rule for {call.func.name()}", False
+        if torch.Tag.inplace_view in getattr(call.func, "tags", ()):  # a part's view would change, and not what it is a view of
+            return f"changes a shape in place {name}", False
+        if call.func.namespace == "streams":
+            return f"orders streams by itself {name}", False
         # what depends on nothing of the batch gives the same in every part
         if not numbers and not call.batched(*call.tensors):
             if any(_storage_key(t) in self.storage_ids for t in call.written):
@@ -373,6 +374,10 @@ def _storage_key(tensor: torch.Tensor) -> Any:
         return ("tensor", id(tensor))
 
 
+def _is_transparent(target: Any) -> bool:
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _TRANSPARENT
+
+
 def _holds(tensors: Iterable[Any], wanted: Iterable[torch.Tensor]) -> bool:
     return not {id(t) for t in tensors}.isdisjoint(map(id, wanted))
 
@@ -394,10 +399,16 @@ def _macs(call: Call) -> int:
         op = torch.ops.aten._scaled_dot_product_flash_attention  # torch counts it on GPUs only
     if op not in flop_registry:
         return 0
-    try:
-        return _hint(flop_registry[op](*call.args, **call.kwargs, out_val=call.outs[0])) // 2
-    except Exception:  # noqa: BLE001 (a count for the cost model: better none than no analysis)
-        return 0
+    formula = flop_registry[op]
+    args, kwargs, out = pytree.tree_map_only(torch.Tensor, _hint_shape, (tuple(call.args), call.kwargs, call.outs[0]))
+    for given in ((args, kwargs, out), (call.args, call.kwargs, call.outs[0])):  # some formulas want shapes, some tensors
+        with contextlib.suppress(Exception):
+            return _hint(formula(*given[0], **given[1], out_val=given[2])) // 2
+    return 0
+
+
+def _hint_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(_hint, tensor.shape))
 
 
 def _hint(number: Any) -> int:

@@ -34,7 +34,7 @@ from dynaflow.runtime.ranks import agree
 from dynaflow.settings import Settings
 from dynaflow.strategies import Sequential
 from dynaflow.sync import synchronise
-from dynaflow.units import ITEM, Built, Sources, build
+from dynaflow.units import ITEM, Built, Sources, Unplannable, build
 from dynaflow.verify import verify, verify_memory
 
 log = logging.getLogger("dynaflow")
@@ -73,14 +73,20 @@ class Ongoing:
             tensor = ref()
             for d, size in enumerate(tensor.shape if tensor is not None else ()):
                 if d == dim:
-                    torch._dynamo.maybe_mark_dynamic(tensor, d)
+                    _mark(tensor, "_dynamo_weak_dynamic_indices", d)
                 elif size == 1:
                     # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
-                    torch._dynamo.mark_static(tensor, d)
+                    _mark(tensor, "_dynamo_static_indices", d)
         self._num_marked = len(self._dims)
 
     def batch_dim(self, tensor: Any) -> int | None:
         return next((dim for ref, dim in self._dims if dim >= 0 and ref() is tensor), None)
+
+
+def _mark(tensor: Any, name: str, dim: int) -> None:
+    """What maybe_mark_dynamic and mark_static do; the latter does nothing once Dynamo has begun to capture, which is when we mark."""
+    tensor.__dict__.setdefault(name, set()).add(dim)
+    tensor._has_dynamo_dim_marking = True
 
 
 ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=None)
@@ -136,6 +142,11 @@ class CapturedGraph:
             self._analyse(inputs, axes, symbols)
         except errors.DynaFlowError as error:
             self.refusal = Fallback(str(error), error)
+        except Exception as error:
+            log.exception("dynaflow failed to analyse a graph of %s", settings.name)
+            unplannable = Unplannable(f"the graph could not be analysed: {type(error).__name__}: {error}", fix="this is a bug in dynaflow: report it")
+            unplannable.__cause__ = error
+            self.refusal = Fallback(str(unplannable), unplannable)
         settings.graphs.append(self)
         settings.count(captures=1)
 
@@ -257,6 +268,11 @@ class CapturedGraph:
         if plan.reason:
             return Planned(plan, context.looks, None)
         plan = finish_plan(self.flow, plan)
+        shared = next((s for s in plan.streams if s.sms is not None), None)
+        if shared is not None:
+            raise errors.OptionError(
+                f"stream '{shared.name}' asks for {shared.sms} SMs of its own, which this version cannot give.",
+                fix="leave sms out: the stream then shares all SMs")  # fmt: skip
         program = self.built.program
         binder = Binder(plan, Program(program.flow, program.units, program.layouts, planner.functions))
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Any, Iterable, Mapping, NamedTuple
 
 KINDS = ("compute", "memory", "network", "copy")
@@ -38,6 +39,12 @@ class Part(NamedTuple):
     @property
     def is_whole(self) -> bool:
         return self.lo == 0 and self.hi == self.of
+
+    @property
+    def lowest_terms(self) -> Part:
+        """The same rows with the smallest numbers: 2:4/4 is 1/2."""
+        divisor = gcd(self.lo, self.hi, self.of)
+        return Part(self.lo // divisor, self.hi // divisor, self.of // divisor)
 
     def __str__(self) -> str:
         if self.is_whole:
@@ -357,3 +364,14 @@ def tiles(parts: Iterable[Part]) -> bool:
             return False
         at = (part.hi, part.of)
     return at[0] == at[1]
+
+
+def covers(parts: Iterable[Part], part: Part) -> bool:
+    """Whether every row of `part` is in one of `parts`."""
+    lo, of = part.lo, part.of
+    for p in sorted(parts, key=lambda p: p.lo / p.of):
+        if p.lo * of > lo * p.of:
+            break
+        if p.hi * of > lo * p.of:
+            lo, of = p.hi, p.of
+    return lo * part.of >= part.hi * of

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Mapping
 
-from dynaflow.ir import Flow, Launch, Plan, evaluate
+from dynaflow.ir import Flow, Launch, Plan, evaluate, Part, covers
 from dynaflow.sync import clocks
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
@@ -112,14 +112,14 @@ def internal_values(flow: Flow, plan: Plan) -> set[str]:
 
 def _is_closed(flow: Flow, launch: Launch, value: str) -> bool:
     """Whether a replacement makes every row of `value` that it reads."""
-    makes, reads = set(), set()
+    makes: list[Part] = []
     for name, part in launch.calls:
         op = flow.op(name)
+        if (value in op.reads or value in op.mutates) and not (makes if flow.value[value].axis is None else covers(makes, part)):
+            return False
         if value in op.writes:
-            makes.add(part)
-        if value in op.reads or value in op.mutates:
-            reads.add(part)
-    return reads <= makes
+            makes.append(part)
+    return bool(makes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,12 @@ def expression(size: Any) -> str:
 
 
 def hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+    """The number that a size had at capture."""
+    if isinstance(size, int):
+        return size
+    if size.node.hint is None:
+        raise Unplannable(f"the size {size} is known only when the graph runs.", why="it depends on data, or is computed inside the graph")
+    return int(size.node.hint)
 
 
 def symbols_in(fakes: Any) -> set[str]:

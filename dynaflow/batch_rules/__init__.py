@@ -12,6 +12,6 @@
 from dynaflow.batch_rules import collective, contract, elementwise, indexing, shapes  # noqa: F401  (they fill the table)
 from dynaflow.batch_rules.call import REDUCES, STATE, Call, Rule, Sizes, Verdict, tensors_in
 from dynaflow.batch_rules.collective import groups
-from dynaflow.batch_rules.table import Entry, find, register_split_rule, rowwise
+from dynaflow.batch_rules.table import find, register_split_rule, rowwise
 
-__all__ = ["REDUCES", "STATE", "Call", "Entry", "Rule", "Sizes", "Verdict", "find", "groups", "register_split_rule", "rowwise", "tensors_in"]
+__all__ = ["REDUCES", "STATE", "Call", "Rule", "Sizes", "Verdict", "find", "groups", "register_split_rule", "rowwise", "tensors_in"]

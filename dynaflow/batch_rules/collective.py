@@ -29,5 +29,6 @@ def along_dim_0(call: Call) -> Verdict:
 def groups(arguments: dict[str, Any]) -> tuple[str, ...]:
     """Tokens of the process groups among an op's arguments: by name, or the group object itself."""
     found = [value for name, value in arguments.items() if name == "group_name" and isinstance(value, str)]
-    found += [getattr(value, "group_name", "?") for name, value in arguments.items() if name in ("process_group", "group") and value is not None]
+    objects = [arguments.get("process_group"), arguments.get("group")]
+    found += [getattr(group, "group_name", "?") for group in objects if group is not None]
     return tuple(f"group:{name}" for name in found)

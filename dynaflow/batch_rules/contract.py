@@ -23,6 +23,8 @@ _PRODUCTS = {
     "addbmm": ("batch1 batch2 self", "bmk,bkn->mn"),
     "addmv": ("mat vec self", "mk,k->m"),
     "addr": ("vec1 vec2 self", "m,n->mn"),
+    "_euclidean_dist": ("x1 x2", "mk,nk->mn"),
+    "_cdist_forward": ("x1 x2", "mk,nk->mn"),
 }
 
 
@@ -30,6 +32,10 @@ _PRODUCTS = {
 def product(call: Call) -> Verdict:
     names, equation = _PRODUCTS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     a, b, *added = (call[name] for name in names.split())
+    if a.ndim > 2 and a.ndim == b.ndim and equation == "mk,nk->mn":
+        # distances come with any number of batch dims in front
+        front = "abcdef"[: a.ndim - 2]
+        equation = f"{front}mk,{front}nk->{front}mn"
     terms, _, result = equation.partition("->")
     return contraction(call, (a, b), terms.split(","), result, added)
 

@@ -24,7 +24,7 @@ def pointwise(call: Call) -> Verdict:
     return call.aligned(call.tensors, ndim)
 
 
-@rules("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+@rules(*"mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss".split())
 def loss(call: Call) -> Verdict:
     return pointwise(call) if call["reduction"] == 0 else REDUCES
 
@@ -55,7 +55,7 @@ def along_dim(call: Call) -> Verdict:
     return ALONG_BATCH if axis in call.dims("dim", call.first) else axis
 
 
-@rules("flip", "roll")
+@rules("flip", "roll", "rot90")
 def along_dims(call: Call) -> Verdict:
     # roll without dims works on the flattened tensor
     axis = call.axis(call.first)
@@ -136,7 +136,8 @@ rules("upsample_trilinear3d")(leading(3))
 rules("pixel_shuffle", "pixel_unshuffle", "grid_sampler_2d", "channel_shuffle", "native_channel_shuffle")(leading(3))
 rules("grid_sampler_3d")(leading(4))
 rules("im2col", "col2im")(leading(2))
-rules(*"linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh _linalg_det linalg_lu_factor_ex linalg_matrix_exp".split())(leading(2))
+rules(*"linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh _linalg_det".split())(leading(2))
+rules("linalg_lu_factor_ex", "linalg_matrix_exp")(leading(2))
 
 
 @rules("constant_pad_nd")

@@ -35,7 +35,7 @@ def checked(call: Call) -> Verdict:
 # ---------------------------------------------------------------------------- views
 
 
-@rules("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias", sizes=("size", "stride"))
+@rules("view", "_unsafe_view", "_reshape_copy", "view_copy", sizes=("size",))
 def view(call: Call) -> Verdict:
     """Row-major order is kept. So the batch stays whole where as many elements-of-outer-dims precede it as before.
 
@@ -130,11 +130,11 @@ def unfold(call: Call) -> Verdict:
 def cut(call: Call) -> Verdict:
     x, out = call["self"], call.outs[0]
     axis, dim = call.axis(x), call["dim"] % x.ndim
-    if axis is None:  # a table, of which as many rows are taken as the batch has
-        return ROW_NUMBER
+    if axis != dim:  # a table, of which as many rows are taken as the batch has; or positions that depend on the batch size
+        return ROW_NUMBER if call.sizes.has_batch((call["start"], call["end"])) else axis
     # nothing is cut off where the size stays
     is_full = call.sizes.expr(x.shape[dim]) == call.sizes.expr(out.shape[dim]) and call["step"] == 1
-    return axis if dim != axis or is_full else PICKS_ROWS
+    return axis if is_full else PICKS_ROWS
 
 
 @rules("select", "select_copy", "unbind", "unbind_copy")

@@ -56,10 +56,11 @@ def find(func: Any) -> Entry | None:
         return _users.get(key) or _users[name]
     if torch.Tag.pointwise in getattr(func, "tags", ()):
         return _ours["aten::clone"]
-    if name in _ours:
-        return _ours[name]
-    is_inplace = name.endswith("_") and not name.endswith("__")
-    return _ours.get(name.removesuffix("_")) if is_inplace else None
+    if name in _ours or not name.endswith("_") or name.endswith("__"):
+        return _ours.get(name)
+    packet = getattr(getattr(torch.ops, func.namespace), func._opname.removesuffix("_"), None)
+    same = getattr(packet, func._overloadname, None)
+    return _ours.get(name.removesuffix("_")) if same is None or torch.Tag.pointwise not in same.tags else _ours["aten::clone"]
 
 
 def rules(*names: str, sizes: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from dynaflow.errors import OptionError
 from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
@@ -22,10 +21,6 @@ _lock = threading.Lock()
 
 def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
     """The CUDA stream behind a name: one per device, name and settings, shared by all plans."""
-    if stream.sms is not None:
-        raise OptionError(
-            f"stream '{stream.name}' asks for {stream.sms} SMs of its own, which this version cannot give.",
-            fix="leave sms=None: the stream then shares all SMs")  # fmt: skip
     key = (device.index or 0, stream)
     with _lock:
         if key not in _streams:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow import errors
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Part, Plan, Record
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Part, Plan, Record, covers
 from dynaflow.memory import Memory, bind_memory
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
@@ -177,15 +177,21 @@ class Binder:
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
         self._num_launches = len(plan.launches)
         self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
-        self._steps: list[tuple[int, int, Any]] = []
-        for step in plan.steps:
+        self._instructions: list[Instruction] = []
+        # launches that take a size or another layout are made anew for every binding: (number, launch, function, args, outs, mutates)
+        self._sized: list[tuple[int, Launch, Any, list[tuple[int, Any]], list[int], list[str]]] = []
+        for number, step in enumerate(plan.steps):
             s = stream_index[step.stream]
             if type(step) is Launch:
-                self._steps.append((LAUNCH, s, (step, *self._resolve(step))))
+                fn, args, outs, mutates = self._resolve(step)
+                if any(i < 0 or x is not None for i, x in args):
+                    self._sized.append((number, step, fn, args, outs, mutates))
+                self._instructions.append(Instruction(LAUNCH, s, self._call(fn, args, outs, step, mutates)))
             else:
-                self._steps.append((RECORD if type(step) is Record else WAIT, s, step.event))
+                self._instructions.append(Instruction(RECORD if type(step) is Record else WAIT, s, step.event))
         for name in dict.fromkeys(flow.outputs):
             self._view(name, WHOLE)
+        self._views = tuple(self._index)
         self._sizes = self._compile_sizes()
 
     # -- which tensors a launch takes and gives
@@ -286,16 +292,15 @@ class Binder:
             raise errors.BatchTooSmall(
                 f"the batch of {batch_size} rows is smaller than the plan's parts: part {self._parts[empty.args[0]]} has no row.",
                 fix="let the strategy fall back: `if flow.context.batch_size < n: return flow.sequential(...)`") from None  # fmt: skip
-        instructions = []
-        for code, s, what in self._steps:
-            if code == LAUNCH:
-                launch, fn, args, outs, mutates = what
-                resolved = [(-1, numbers[x]) if i < 0 else (i, None if x is None else relaid[x]) for i, x in args]
-                what = Call(fn, resolved, outs, launch, mutates, flow.op(launch.calls[0][0]).kind)
-            instructions.append(Instruction(code, s, what))
-        views = tuple(self._index)
-        return Bound(plan, self.program, sizes, batch_size, memory, tuple(instructions), plan.streams, views, placed, given, outputs,
+        instructions = list(self._instructions)
+        for number, launch, fn, args, outs, mutates in self._sized:
+            resolved = [(-1, numbers[x]) if i < 0 else (i, None if x is None else relaid[x]) for i, x in args]
+            instructions[number] = instructions[number]._replace(what=self._call(fn, resolved, outs, launch, mutates))
+        return Bound(plan, self.program, sizes, batch_size, memory, tuple(instructions), plan.streams, self._views, placed, given, outputs,
                      self._num_launches, self._num_part_launches)  # fmt: skip
+
+    def _call(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str]) -> Call:
+        return Call(fn, args, outs, launch, mutates, self.flow.op(launch.calls[0][0]).kind)
 
 
 class _Empty(Exception):
@@ -332,23 +337,29 @@ def external_values(
 ) -> tuple[list[tuple[str, Part]], list[tuple[str, Part]]]:
     """A group's inputs, in order of first use, and outputs, in order: what crosses the border of a replacement."""
     readers = _readers(flow) if readers is None else readers
-    made: set[tuple[str, Part]] = set()
+
+    def rows(value: str, part: Part) -> Part:
+        return part.lowest_terms if flow.value[value].axis is not None else WHOLE
+
+    made: dict[str, list[Part]] = {}
+    used: dict[tuple[str, str], list[Part]] = {}
     inputs: dict[tuple[str, Part], None] = {}
-    outputs: list[tuple[str, Part]] = []
-    members = set(launch.calls)
     for name, part in launch.calls:
         op = flow.op(name)
         for value in (*op.reads, *(m for m in op.mutates if m not in op.reads)):
-            key = (value, part if flow.value[value].axis is not None else WHOLE)
-            if key not in made:
-                inputs[key] = None
-        made.update((value, part) for value in op.writes)
+            used.setdefault((value, name), []).append(part)
+            if not covers(made.get(value, ()), rows(value, part)):
+                inputs[value, rows(value, part)] = None
+        for value in op.writes:
+            made.setdefault(value, []).append(rows(value, part))
+    outputs: dict[tuple[str, Part], None] = {}
     for name, part in launch.calls:
         for value in flow.op(name).writes:
-            is_read_outside = any((reader, part) not in members for reader in readers.get(value, ()))
+            mine = rows(value, part)
+            is_read_outside = any(not covers(used.get((value, reader), ()), mine) for reader in readers.get(value, ()))
             if flow.value[value].role == "output" or is_read_outside:
-                outputs.append((value, part))
-    return list(inputs), outputs
+                outputs[value, mine] = None
+    return list(inputs), list(outputs)
 
 
 __all__ = ["Binder", "Bound", "Call", "Expr", "Instruction", "Layout", "Program", "Unit", "View", "bind", "external_values"]

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from dynaflow.ir import WHOLE, Flow, Op, Part, Value, evaluate
-from dynaflow.runtime.program import Expr, Layout, Program, Unit
+from dynaflow.ir import Flow, Launch, Op, Part, Value, evaluate
+from dynaflow.runtime.program import Expr, Layout, Program, Unit, external_values
 
 FORMS = ("rows", "cols", "twice", "state")
 _WEIGHTS = torch.tensor([random.Random(0).getrandbits(62) * 2 + 1 for _ in range(64)], dtype=torch.int64)
@@ -122,6 +121,12 @@ class Mixer:
         return made.t() if spec.form == "cols" else made.view(-1, width)
 
 
+def _numbers(value: Value, sizes: dict[str, int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1009 + sum(map(ord, value.storage)))
+    shape = [evaluate(size, sizes) for size in value.shape]
+    return torch.randint(-(2**30), 2**30, shape, generator=generator).to(_DTYPES[value.dtype])
+
+
 @dataclass(frozen=True)
 class Case:
     """A flow that runs: its program, sizes and inputs."""
@@ -143,6 +148,13 @@ class Case:
         stored = {storage: tensor.clone() for storage, tensor in self.given.items()}
         return {v.name: stored[v.storage] for v in self.flow.values if v.role in ("input", "param")}
 
+    def resized(self, **sizes: int) -> Case:
+        """The same flow with other sizes (`s0` is the batch) and other inputs: plans hold for all of them."""
+        new = {**self.sizes, **sizes}
+        units = {name: replace(unit, fn=replace(unit.fn, sizes=new)) for name, unit in self.program.units.items()}  # type: ignore[type-var]
+        given = {v.storage: _numbers(v, new, self.seed) for v in self.flow.values if v.role in ("input", "param")}
+        return replace(self, program=replace(self.program, units=units), sizes=new, given=given)
+
     def reference(self) -> dict[str, torch.Tensor]:
         """Outputs and, after the call, inputs: from the ops in program order, on plain tensors."""
         tensors = self.inputs()
@@ -158,41 +170,28 @@ class Case:
         return not any(isinstance(arg, Expr) for arg in self.program.units[op].args)
 
     def fuse(self, calls: Sequence[tuple[str, Part]], name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """One function in the place of several calls: external inputs in order of first use, external outputs in order.
-
-        What is made inside for all its readers inside is no input; what is read by calls inside alone is no output.
-        """
-        flow, rows = self.flow, self._rows
+        """One function in the place of several calls: their external inputs in order of first use, their external outputs in order."""
+        inputs, outputs = external_values(self.flow, Launch(tuple(calls), "", name))
         made: dict[str, set[int]] = {}
-        used: dict[tuple[str, str], set[int]] = {}
-        inputs: dict[tuple[str, Part], None] = {}
         for op_name, part in calls:
-            op = flow.op(op_name)
+            op = self.flow.op(op_name)
             for value in (*op.reads, *op.mutates):
-                used.setdefault((value, op_name), set()).update(rows(part))
-                if value not in made or not made[value] >= rows(part, value):
-                    inputs[self._key(value, part)] = None
+                rows = self._rows(value, part)
+                is_given = any(v == value and self._rows(v, p) == rows for v, p in inputs)
+                assert not (is_given and made.get(value, set()) >= rows), f"{name} gets {value} {part}, which is made inside it"
             for value in op.writes:
-                made.setdefault(value, set()).update(rows(part, value))
-        outputs = []
-        for op_name, part in calls:
-            for value in flow.op(op_name).writes:
-                users = [op.name for op in flow.ops if value in op.reads or value in op.mutates]
-                needed = rows(part) if flow.value[value].axis is not None else rows(WHOLE)
-                if flow.value[value].role == "output" or any(not used.get((value, user), set()) >= needed for user in users):
-                    outputs.append(self._key(value, part))
-        outputs = list(dict.fromkeys(outputs))
+                made.setdefault(value, set()).update(self._rows(value, part))
 
         def fused(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = dict(zip(inputs, tensors))
             whole = {value: self._empty(value) for value in made}
             for op_name, part in calls:
                 unit = self.program.units[op_name]
                 args = []
                 for arg in unit.args:
                     assert isinstance(arg, str), "sizes are not given to a replacement"
-                    key = self._key(arg, part)
-                    args.append(given[key] if key in inputs else self._narrow(whole[arg], arg, part))
+                    rows = self._rows(arg, part)
+                    given = (t for (value, p), t in zip(inputs, tensors) if value == arg and self._rows(value, p) == rows)
+                    args.append(self._narrow(whole[arg], arg, part) if arg in made and made[arg] >= rows else next(given))
                 for out, result in zip(unit.outs, unit.fn(*args)):
                     self._narrow(whole[out], out, part).copy_(result)
             return tuple(self._narrow(whole[value], value, part) for value, part in outputs)
@@ -200,14 +199,9 @@ class Case:
         fused.__qualname__ = name
         return fused
 
-    def _key(self, value: str, part: Part) -> tuple[str, Part]:
-        """Rows by their numbers: 1/2 and 2:4/4 are the same."""
-        divisor = gcd(*part) if self.flow.value[value].axis is not None else 0
-        return value, Part(*(n // divisor for n in part)) if divisor else WHOLE
-
-    def _rows(self, part: Part, value: str = "") -> set[int]:
-        """The part's rows; of a value without a batch axis, its only one."""
-        return {0} if value and self.flow.value[value].axis is None else set(range(*part.bounds(self.batch_size)))
+    def _rows(self, value: str, part: Part) -> set[int]:
+        """The part's rows of a value; of one without a batch axis, its only one."""
+        return {0} if self.flow.value[value].axis is None else set(range(*part.bounds(self.batch_size)))
 
     def _empty(self, value: str) -> torch.Tensor:
         shape = [evaluate(size, self.sizes) for size in self.flow.value[value].shape]
@@ -263,17 +257,7 @@ class _Generator:
             rows = () if any(spec.form != "state" for spec in mixer.inputs) or _is_state_only(mixer) else (Expr("s0"),)
             units[op.name] = Unit(mixer, (*(spec.name for spec in mixer.inputs), *rows), op.writes)
         layouts = {s.name: s.layout(s.name in self.mutated, rng) for s in self.specs if self.role[s.name] in ("temp", "output")}
-        return Case(seed, flow, Program(flow, units, layouts), self.sizes, self._given(), self.random_state)
-
-    def _given(self) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(self.rng.getrandbits(31))
-        given: dict[str, torch.Tensor] = {}
-        for spec in self.specs:
-            if self.role[spec.name] in ("input", "param") and self.storage[spec.name] not in given:
-                rows, width = self.sizes["s0"], int(self.sizes.get(spec.width, 0) or spec.width)
-                shape = {"rows": (rows, width), "cols": (width, rows), "twice": (2 * rows, width), "state": (width,)}[spec.form]
-                given[self.storage[spec.name]] = torch.randint(-(2**30), 2**30, shape, generator=generator).to(_DTYPES[spec.dtype])
-        return given
+        return Case(seed, flow, Program(flow, units, layouts), self.sizes, {}, self.random_state).resized()
 
     # -- values
 

@@ -3,7 +3,7 @@
     python -m dynaflow.testing.fuzz --flows 1000 --interleavings 10 --mutants 10000 --json benchmarks/results/fuzz.json
 
 1. Valid plans: random flows x 5 strategies. Each plan must be accepted (and its text, its serialised form and harmless edits of it),
-   refused without any one of its waits, and give the program's result, bit by bit, under every interleaving.
+   refused without any one of its waits, and give the program's result, bit by bit, under every interleaving, and for other sizes.
 2. Mutants: plans with one mistake. Each one that an interleaving shows wrong must be refused.
 
 A violation is anything else. They are printed with their seeds; the exit code is 1.
@@ -97,6 +97,10 @@ def check_flow(seed: int, num_interleavings: int) -> Tally:
             tally.counts["replacements"] += sum(bool(launch.replace) for launch in plan.launches)
             for problem in (*plan_problems(plan, case, seed), *run_problems(plan, functions, case, expected, num_interleavings, tally)):
                 tally.violations.append(f"{name}: {problem}")
+            if not functions:
+                larger = case.resized(s0=case.sizes["s0"] + 1 + seed % 9, s1=case.sizes["s1"] % 5 + 1)
+                for problem in run_problems(plan, functions, larger, larger.reference(), 1, tally):
+                    tally.violations.append(f"{name}, for sizes {larger.sizes}: {problem}")
         except Exception as error:
             tally.violations.append(f"{name}: {type(error).__name__}: {error}")
     return tally

@@ -549,3 +549,14 @@ def test_two_batch_symbols_in_one_size_are_one_batch():
         x, mask = torch.randn(n, 3), torch.ones(n, 3, dtype=torch.int64)
         assert torch.equal(fast(x, mask), function(x, mask))
     assert df.stats(fast).num_part_launches > 0
+
+
+def test_rejects_a_share_of_the_sms_that_it_cannot_give():
+    class Share(df.Strategy):
+        def schedule(self, flow):
+            flow.stream("few", sms=16)
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0], stream="few")
+
+    with pytest.raises(errors.OptionError, match="'few' asks for 16 SMs"):
+        df.compile(Block(), strategy=Share(), strict=True)(torch.randn(4, 5, 8))
