@@ -178,8 +178,10 @@ def _move(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[st
 
 
 def _one_line(reason: object) -> str:
-    text = str(reason).strip().splitlines()[0] if str(reason).strip() else ""
-    return f"{type(reason).__name__}: {text}" if isinstance(reason, Exception) else text
+    """The first line, fit for a table cell; of an error that Dynamo wrapped, the error itself."""
+    reason = getattr(reason, "inner_exception", reason)
+    text = (str(reason).strip().splitlines() or [""])[0].replace("|", "/")
+    return f"{type(reason).__name__}: {text}"[:160] if isinstance(reason, Exception) else text
 
 
 @dataclass(frozen=True, slots=True)

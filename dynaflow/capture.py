@@ -20,9 +20,11 @@ from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
-from dynaflow.engine import CapturedGraph, Ongoing, ongoing, serialised
+from dynaflow.engine import CapturedGraph, serialised
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
+from dynaflow.ongoing import Ongoing, ongoing
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
+from dynaflow.units import hint
 
 log = logging.getLogger("dynaflow")
 
@@ -33,7 +35,8 @@ log = logging.getLogger("dynaflow")
 def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
     """torch.compile's way in. `options` are df.compile's keyword arguments."""
     if mode not in (None, "default"):
-        raise OptionError(f"mode={mode!r} is a mode of Inductor; dynaflow has none.", fix="leave mode out; options={'strategy': ...} sets the strategy")
+        raise OptionError(
+            f"mode={mode!r} is a mode of Inductor; dynaflow has none.", fix="leave mode out; options={'strategy': ...} sets the strategy")
     return capture(gm, inputs, read_settings(**dict(options or {})))
 
 
@@ -45,38 +48,30 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph
         axes = _guess_axes(placeholders, fakes, settings)
     else:
         axes = {n.name: d for n, x in zip(placeholders, inputs) if (d := call.batch_dim(x)) is not None}
-    symbols = set()
-    for node, fake in zip(placeholders, fakes):
-        if node.name in axes:
-            size = fake.shape[axes[node.name]]
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                symbols.add(size.node.expr)
-    axes = {name: axis for name, axis in axes.items() if _has_symbol(fakes[[n.name for n in placeholders].index(name)].shape[axis], symbols)}
+    # What Dynamo made static anyway is no batch axis.
+    sizes = {n.name: f.shape[axes[n.name]] for n, f in zip(placeholders, fakes) if n.name in axes}
+    symbols = {size.node.expr for size in sizes.values() if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)}
+    axes = {name: axes[name] for name, size in sizes.items() if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & symbols}
     return graph(gm, fakes, axes, symbols, settings)
-
-
-def _has_symbol(size: Any, symbols: set[Any]) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols & symbols)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:
     """Without df.compile: the same dim of every input that has the first one's size there."""
     axis = settings.batch if settings.batch is not None else 0
     if not isinstance(axis, int):
-        raise OptionError("a mapping for batch= needs df.compile: a backend does not see argument names.", fix="give one dim, or use df.compile")
+        raise OptionError(
+            "a mapping for batch= needs df.compile: a backend does not see argument names.", fix="give one dim, or use df.compile")
     tensors = [(n, f) for n, f in zip(placeholders, fakes) if isinstance(f, torch.Tensor) and f.dim() > axis and not _is_parameter(n)]
     if not tensors:
         return {}
     size = tensors[0][1].shape[axis]
-    hint = size if isinstance(size, int) else size.node.hint
     if isinstance(size, int) and settings.batch is None and type(settings.strategy).__name__ != "Sequential":
         dynamic = [f"{n.name} dim {d}" for n, f in tensors for d, s in enumerate(f.shape) if isinstance(s, torch.SymInt)]
         if dynamic:
             raise AmbiguousBatch(
                 f"dim 0 of the first input ({tensors[0][0].name}) is fixed at {size}; the batch could be: {', '.join(dynamic)}.",
                 fix="say which: options={'batch': dim}, or use df.compile(model, batch=...)")  # fmt: skip
-    same = [(n, f) for n, f in tensors if (f.shape[axis] if isinstance(f.shape[axis], int) else f.shape[axis].node.hint) == hint]
-    return {n.name: axis for n, _ in same}
+    return {n.name: axis for n, f in tensors if hint(f.shape[axis]) == hint(size)}
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -180,7 +175,7 @@ def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
         "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
         "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce__": lambda self: model.__reduce__(),
     }  # fmt: skip
-    twin = object.__new__(type(cls.__name__, (cls,), namespace))
+    twin: torch.nn.Module = object.__new__(type(cls.__name__, (cls,), namespace))
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin
 
@@ -211,7 +206,8 @@ class Compiled:
     def _nothing_captured(self) -> None:
         reason = "Dynamo ran this call without capturing a graph (its own warning says why; often the recompile limit)"
         if self.settings.strict:
-            raise FellBack(f"{self.settings.name}: {reason}.", fix="raise torch._dynamo.config.recompile_limit, or see TORCH_LOGS=recompiles")
+            raise FellBack(
+                f"{self.settings.name}: {reason}.", fix="raise torch._dynamo.config.recompile_limit, or see TORCH_LOGS=recompiles")
         if self.settings.count_fallback(reason):
             log.warning("%s: %s", self.settings.name, reason)
 
@@ -234,8 +230,8 @@ class Compiled:
             if name not in named:
                 candidates = [f"{n} {list(t.shape)}" for n, t in named.items() if isinstance(t, torch.Tensor)]
                 raise AmbiguousBatch(
-                    f"batch= names '{name}', which is not among this call's arguments.", why=f"candidates: {', '.join(candidates) or 'none'}",
-                    fix="use the names of forward's arguments")  # fmt: skip
+                    f"batch= names '{name}', which is not among this call's arguments.",
+                    why=f"candidates: {', '.join(candidates) or 'none'}", fix="use the names of forward's arguments")  # fmt: skip
             for tensor in _tensors((named[name],), {}):
                 if dim >= tensor.dim():
                     raise AmbiguousBatch(f"batch= says dim {dim} of '{name}', which has {tensor.dim()} dims.", fix="count dims from 0")
@@ -280,7 +276,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
         elif not isinstance(thing, (torch.nn.Module, type)) and not callable(thing):
             seen.add(id(thing))
             leaves = pytree.tree_leaves(thing)
-            for item in leaves if len(leaves) != 1 or leaves[0] is not thing else vars(thing).values() if hasattr(thing, "__dict__") else ():
+            is_leaf = len(leaves) == 1 and leaves[0] is thing
+            for item in list(getattr(thing, "__dict__", {}).values()) if is_leaf else leaves:
                 visit(item, depth + 1)
 
     for thing in (*args, *kwargs.values()):

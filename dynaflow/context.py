@@ -11,6 +11,7 @@ import operator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -18,7 +19,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 
-_tags: ContextVar[Mapping[str, Any]] = ContextVar("dynaflow_tags", default={})
+_tags: ContextVar[Mapping[str, Any]] = ContextVar("dynaflow_tags", default=MappingProxyType({}))
 
 
 @contextmanager

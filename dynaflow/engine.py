@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import fx
@@ -24,6 +23,7 @@ from dynaflow.batching import Facts, analyse
 from dynaflow.context import Context, Look, current_tags
 from dynaflow.ir import Flow, Part, Plan, evaluate
 from dynaflow.memory import place
+from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.replacement import check_replacement
@@ -50,46 +50,6 @@ def serialised() -> Iterator[None]:
         yield
     finally:
         _serialised.reset(token)
-
-
-class Ongoing:
-    """A call of what df.compile returned, as far as a capture inside of it must know: which tensors carry the batch, and where."""
-
-    def __init__(self, find: Callable[[], list[tuple[torch.Tensor, int]]]):
-        self._find: Callable[[], list[tuple[torch.Tensor, int]]] | None = find
-        self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._num_marked = 0
-
-    def add(self, tensor: torch.Tensor, dim: int) -> None:
-        self._dims.append((weakref.ref(tensor), dim))
-
-    def mark(self) -> None:
-        """Tell Dynamo, which is about to capture. dim -1: no batch."""
-        if self._find is not None:
-            found, self._find = self._find(), None
-            for tensor, dim in found:
-                self.add(tensor, dim)
-        for ref, dim in self._dims[self._num_marked :]:
-            tensor = ref()
-            for d, size in enumerate(tensor.shape if tensor is not None else ()):
-                if d == dim:
-                    _mark(tensor, "_dynamo_weak_dynamic_indices", d)
-                elif size == 1:
-                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
-                    _mark(tensor, "_dynamo_static_indices", d)
-        self._num_marked = len(self._dims)
-
-    def batch_dim(self, tensor: Any) -> int | None:
-        return next((dim for ref, dim in self._dims if dim >= 0 and ref() is tensor), None)
-
-
-def _mark(tensor: Any, name: str, dim: int) -> None:
-    """What maybe_mark_dynamic and mark_static do; the latter does nothing once Dynamo has begun to capture, which is when we mark."""
-    tensor.__dict__.setdefault(name, set()).add(dim)
-    tensor._has_dynamo_dim_marking = True
-
-
-ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=None)
 
 
 class Rows(NamedTuple):
@@ -144,7 +104,7 @@ class CapturedGraph:
             self.refusal = Fallback(str(error), error)
         except Exception as error:
             log.exception("dynaflow failed to analyse a graph of %s", settings.name)
-            unplannable = Unplannable(f"the graph could not be analysed: {type(error).__name__}: {error}", fix="this is a bug in dynaflow: report it")
+            unplannable = Unplannable(f"the graph could not be analysed: {type(error).__name__}: {error}", fix="report this: it is our bug")
             unplannable.__cause__ = error
             self.refusal = Fallback(str(unplannable), unplannable)
         settings.graphs.append(self)
@@ -198,7 +158,7 @@ class CapturedGraph:
         bound = self._bound.get(key)
         if bound is None:
             bound = self._prepare(key, sizes, tags, args)
-        if type(bound) is Fallback:
+        if isinstance(bound, Fallback):
             if not is_profiling() or bound.error is not None:
                 return self._fall_back(bound, args)
             bound = self._sequential(sizes)
@@ -321,7 +281,7 @@ class CapturedGraph:
             settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
             values.update(outputs)
             epilogue = built.epilogue
-            return epilogue.fn(*[values[a] if type(a) is str else evaluate(a.text, bound.sizes) for a in epilogue.args])
+            return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, bound.sizes) for a in epilogue.args])
 
     def _part_contexts(self, bound: Bound) -> dict[Part, Any]:
         function = self.settings.part_context

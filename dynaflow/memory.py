@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Mapping
 
-from dynaflow.ir import Flow, Launch, Plan, evaluate, Part, covers
+from dynaflow.ir import Flow, Launch, Part, Plan, covers, evaluate
 from dynaflow.sync import clocks
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives

@@ -136,11 +136,11 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
             keys[node] = (("anchor", node.name) if is_anchor else ("auto", module), Group(label, [], module, None, None, "auto", is_anchor))
         else:
             keys[node] = (("rest",), Group(module or node.name, [], module, None, None, "rest"))
-    for rule in rules:
-        if rule not in matched:
+    for unmatched in rules:
+        if unmatched not in matched:
             known = sorted({n for node in nodes for n, _ in module_path(node) if n})[:6]
             raise PartitionError(
-                f"{rule} matches nothing in the captured graph.", why=f"modules there: {', '.join(known) or 'none'} ...",
+                f"{unmatched} matches nothing in the captured graph.", why=f"modules there: {', '.join(known) or 'none'} ...",
                 fix="print df.explain(model, inputs) for the names; functions must be called in the forward pass")  # fmt: skip
     return keys
 

@@ -12,7 +12,10 @@ from dynaflow.annotate import Rule
 from dynaflow.errors import OptionError
 from dynaflow.strategy import Strategy
 
-_NAMED = {"sequential": strategies.Sequential, "two_batch": strategies.TwoBatch, "nano_batch": strategies.NanoBatch, "branches": strategies.Branches}
+_NAMED: dict[str, type[Strategy]] = {
+    "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch,
+    "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
+}  # fmt: skip
 RUNTIMES = ("auto", "cuda", "threads", "serial", "fake")
 
 
@@ -93,7 +96,8 @@ def read_settings(**options: Any) -> Settings:
     options["strategy"] = read_strategy(options.get("strategy"))
     settings = Settings(**options)
     if settings.runtime.partition(":")[0] not in RUNTIMES:
-        raise OptionError(f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
+        raise OptionError(
+            f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
     return settings

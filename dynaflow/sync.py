@@ -134,7 +134,7 @@ def clocks(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, list[int]]]
     for step in plan.steps:
         s = stream_index[step.stream]
         mine = clock[s]
-        if type(step) is Launch:
+        if isinstance(step, Launch):
             table.append((s, mine[s], mine[:]))
             mine[s] += 1
         elif type(step) is Record:

@@ -45,7 +45,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     for slot, values in members.items():
         yield f"slot {slot} {' '.join(values)}"
     for step in plan.steps:
-        if type(step) is Launch:
+        if isinstance(step, Launch):
             yield f"launch {step.label} @{step.stream}"
         else:
             yield f"{'record' if type(step) is Record else 'wait'} {step.event} @{step.stream}"

@@ -82,7 +82,7 @@ class Sources:
             return "bracket"
         info, fake = self.facts.nodes[node], self.facts.fake[node]
         tensors = [x for x in leaves(fake) if isinstance(x, torch.Tensor)]
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(self.facts.fake[node.args[0]], (tuple, list)):
+        if node.target is operator.getitem and isinstance(self.facts.fake[node.args[0]], (tuple, list)):  # type: ignore[index]
             return "project" if tensors else "size"
         if info.writes or info.uses or info.makes:
             return "compute"
@@ -214,7 +214,7 @@ def hint(size: Any) -> int:
 
 
 def symbols_in(fakes: Any) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for fake in leaves(fakes):
         for size in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
             if isinstance(size, (torch.SymInt, torch.SymFloat)):
@@ -279,7 +279,7 @@ class _UnitGraph:
         if kind == "size":
             return pytree.tree_map(self._size, _plain(sources.facts.fake[node]))
         if kind == "project":
-            base, index = self.load(node.args[0]), node.args[1]  # type: ignore[arg-type]
+            base, index = self.load(node.args[0]), operator.index(node.args[1])  # type: ignore[arg-type]
             return base[index] if isinstance(base, (tuple, list)) else self.graph.call_function(operator.getitem, (base, index))
         if kind in ("view", "constant"):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.load)
@@ -544,8 +544,9 @@ def _kind(nodes: Sequence[fx.Node], infos: Sequence[Any], facts: Facts) -> str:
 
 
 def _why_whole(
-    group: Group, infos: Sequence[Any], unit: _UnitGraph, made: list[Key], mutated: list[Key], sources: Sources, values: _Values, names: dict[Key, str]
-) -> str:
+    group: Group, infos: Sequence[Any], unit: _UnitGraph, made: list[Key], mutated: list[Key], sources: Sources, values: _Values,
+    names: dict[Key, str],
+) -> str:  # fmt: skip
     """Why the op must run over the whole batch; empty when it may be split."""
     if group.splittable is False:
         return "splittable=False in the partition"

@@ -128,10 +128,22 @@ class Call:
 
     def aligned(self, tensors: Iterable[torch.Tensor | None], ndim: int) -> int | None | str:
         """The batch axis that these tensors have in common when they are broadcast to `ndim` dims."""
-        axes = {ndim - t.ndim + a for t in tensors if t is not None and (a := self.axis(t)) is not None}
-        if len(axes) > 1:
-            return DIFFERENT_ROWS
-        return axes.pop() if axes else None
+        given = [t for t in tensors if t is not None]
+        axes = {ndim - t.ndim + a for t in given if (a := self.axis(t)) is not None}
+        axis = axes.pop() if axes else None
+        return axis if not axes and all(self.fits(t, ndim, axis) for t in given) else DIFFERENT_ROWS
+
+    def fits(self, tensor: torch.Tensor | None, ndim: int, axis: int | None) -> bool:
+        """Whether a tensor, broadcast to `ndim` dims, has the batch in `axis` or is the same for every row.
+
+        A dim of the batch's present size is neither. Not every fake kernel looks at that.
+        """
+        if tensor is None or axis is None:
+            return tensor is None or not self.batched(tensor)
+        at = axis - ndim + tensor.ndim
+        if self.batched(tensor):
+            return self.axis(tensor) == at
+        return at < 0 or (isinstance(tensor.shape[at], int) and tensor.shape[at] == 1)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ def contraction(call: Call, operands: Any, terms: list[str], result: str, added:
     if any(letter in term and not call.batched(x) for x, term in zip(operands, terms)):
         return DIFFERENT_ROWS
     axis = result.index(letter)
-    return axis if call.aligned(added, len(result)) in (axis, None) else DIFFERENT_ROWS
+    return axis if all(call.fits(x, len(result), axis) for x in added) else DIFFERENT_ROWS
 
 
 @rules("_scaled_mm")
@@ -100,7 +100,7 @@ def attention(call: Call) -> Verdict:
         return DIFFERENT_ROWS
     axis = axes.pop()
     masks = [t for t in call.tensors if t is not query and t is not key and t is not value]
-    if call.aligned(masks, query.ndim) not in (axis, None):
+    if not all(call.fits(mask, query.ndim, axis) for mask in masks):
         return DIFFERENT_ROWS
     # besides the result: log-sum-exp by rows; seeds and lengths, which know nothing of the batch
     return tuple(call.axis(out) for out in call.outs)
@@ -113,8 +113,9 @@ def raw_attention(call: Call) -> Verdict:
         return "packs the rows of the batch"
     if not all(call.axis(call[name]) == 0 for name in ("query", "key", "value")):
         return DIFFERENT_ROWS
-    others = [call.get("bias"), call.get("alibi_slopes")]
-    return tuple(call.axis(out) for out in call.outs) if call.aligned(others, 4) in (0, None) else DIFFERENT_ROWS
+    if not call.fits(call.get("bias"), 4, 0) or not call.fits(call.get("alibi_slopes"), 2, 0):
+        return DIFFERENT_ROWS
+    return tuple(call.axis(out) for out in call.outs)
 
 
 rules("_transformer_encoder_layer_fwd", "_native_multi_head_attention")(rowwise)

@@ -11,7 +11,7 @@ _UNTAGGED = """
     empty_like full_like eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor
     hardswish log_sigmoid_forward _prelu_kernel floor_divide complex polar _conj _neg_view resolve_conj resolve_neg
     native_dropout rrelu_with_noise fake_quantize_per_tensor_affine_cachemask dequantize
-    clamp clamp_min clamp_max hardshrink softshrink threshold mish softplus hardtanh elu gelu
+    rsub clamp clamp_min clamp_max hardshrink softshrink threshold mish softplus hardtanh elu gelu
 """
 
 

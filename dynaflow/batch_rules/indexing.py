@@ -97,7 +97,7 @@ def index_put(call: Call) -> Verdict:
     where, ndim = _layout(call)
     if isinstance(where, str):
         return where
-    if axis is None or call.aligned((values,), ndim) not in (where, None):
+    if axis is None or not isinstance(where, int) or not call.fits(values, ndim, where):
         return DIFFERENT_ROWS
     return axis
 

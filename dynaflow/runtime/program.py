@@ -135,22 +135,21 @@ class Bound:
                 flat.view(torch.uint8).fill_(0xFF)
             flats[name] = flat
             outputs[name] = torch.as_strided(flat, shape, stride)
-        arenas: dict[Any, torch.Tensor] = {}
         for i, name, offset, shape, stride in self.placed:
-            flat = flats.get(name)
-            if flat is None:
-                layout = layouts[name]
-                key = (layout.device, layout.dtype)
-                flat = flats.get(key)
-                if flat is None:
-                    arena = arenas.get(layout.device)
-                    if arena is None:
-                        arena = arenas[layout.device] = torch.empty(self.memory.arena_bytes, dtype=torch.uint8, device=layout.device)
-                        if poison:
-                            arena.fill_(0xFF)
-                    flat = flats[key] = arena.view(layout.dtype)
+            flat = flats[name] if name in flats else self._arena(layouts[name], flats, poison)
             table[i] = torch.as_strided(flat, shape, stride, offset)
         return table, outputs
+
+    def _arena(self, layout: Layout, flats: dict[Any, torch.Tensor], poison: bool) -> torch.Tensor:
+        """The arena on a device as one flat tensor of a dtype; allocated at first use."""
+        key = (layout.device, layout.dtype)
+        if key not in flats:
+            if layout.device not in flats:
+                flats[layout.device] = torch.empty(self.memory.arena_bytes, dtype=torch.uint8, device=layout.device)
+                if poison:
+                    flats[layout.device].fill_(0xFF)
+            flats[key] = flats[layout.device].view(layout.dtype)
+        return flats[key]
 
 
 def bind(plan: Plan, program: Program, sizes: Mapping[str, int], memory: Memory | None = None) -> Bound:
@@ -182,7 +181,7 @@ class Binder:
         self._sized: list[tuple[int, Launch, Any, list[tuple[int, Any]], list[int], list[str]]] = []
         for number, step in enumerate(plan.steps):
             s = stream_index[step.stream]
-            if type(step) is Launch:
+            if isinstance(step, Launch):
                 fn, args, outs, mutates = self._resolve(step)
                 if any(i < 0 or x is not None for i, x in args):
                     self._sized.append((number, step, fn, args, outs, mutates))

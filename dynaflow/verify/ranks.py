@@ -13,7 +13,6 @@ from math import gcd
 from dynaflow import errors
 from dynaflow.ir import Flow, Part, Plan
 
-
 Collective = tuple[str, tuple[int, int, int, int], str]
 
 

@@ -318,7 +318,8 @@ class GivesUp(df.Strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reason"), [(Raises(), "ZeroDivisionError: oops"), (Racy(), "is not ready"), (GivesUp(), "not today"), (df.TwoBatch(min_batch_size=1), "has no row")],
+    ("strategy", "reason"),
+    [(Raises(), "ZeroDivisionError: oops"), (Racy(), "is not ready"), (GivesUp(), "not today"), (df.TwoBatch(min_batch_size=1), "no row")],
     ids=["raises", "is refused", "gives up", "batch smaller than the parts"],
 )  # fmt: skip
 def test_falls_back_loudly_once_and_counted(strategy, reason, caplog):

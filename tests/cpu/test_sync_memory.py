@@ -14,7 +14,10 @@ from dynaflow.sync import synchronise
 from dynaflow.verify import verify, verify_memory
 from tests.cpu.flows import chain, diamond, stateful
 
-CASES = [(chain(4), TwoBatch()), (chain(4), NanoBatch(3)), (diamond(), Branches(2)), (diamond(), Branches(3)), (stateful(), TwoBatch()), (stateful(), Branches(2))]
+CASES = [
+    (chain(4), TwoBatch()), (chain(4), NanoBatch(3)), (diamond(), Branches(2)),
+    (diamond(), Branches(3)), (stateful(), TwoBatch()), (stateful(), Branches(2)),
+]  # fmt: skip
 
 
 def made(flow, strategy):

@@ -8,10 +8,16 @@ from dynaflow.errors import PlanSyntaxError
 from dynaflow.ir import WHOLE, Launch, Part, Plan, Record, Stream, Wait, equal_parts, tiles
 
 names = st.from_regex(r"[a-z][a-z0-9_.]{0,12}", fullmatch=True)
-parts = st.one_of(
-    st.just(WHOLE),
-    st.integers(2, 40).flatmap(lambda of: st.integers(0, of - 1).flatmap(lambda lo: st.integers(lo + 1, of).map(lambda hi: Part(lo, hi, of)))),
-)
+
+
+@st.composite
+def _parts(draw):
+    of = draw(st.integers(2, 40))
+    lo = draw(st.integers(0, of - 1))
+    return Part(lo, draw(st.integers(lo + 1, of)), of)
+
+
+parts = st.one_of(st.just(WHOLE), _parts())
 calls = st.tuples(names, parts)
 launches = st.one_of(
     st.builds(lambda call, stream: Launch((call,), stream), calls, names),
