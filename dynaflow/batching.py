@@ -8,7 +8,7 @@ batch-carrying outputs; its other outputs do not depend on the batch, unless the
  1. Walk: the graph is interpreted over fake tensors, one node after the other.
  2. Listen: a dispatch mode sees every op that a node comes down to. Composite ops are looked through.
  3. Touch: from the op's schema and from the identity of storages, what it reads, writes and makes.
- 4. Judge: `batch_rules` say whether the op treats rows alike. A node may be split if all its ops may.
+ 4. Judge: `batch_rules.judge` says whether the op treats rows alike. A node may be split if all its ops may.
  5. Sum up: one `NodeFacts` per node; storages are numbered in the order in which nodes hand them out.
 """
 
@@ -27,10 +27,11 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dynaflow.batch_rules import REDUCES, STATE, Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
+from dynaflow.batch_rules import Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
+from dynaflow.batch_rules.judge import Memory, is_random, judge, storage_key
 
 __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 
@@ -41,10 +42,6 @@ _TRANSPARENT = {"wrap": 0, "wrap_activation_checkpoint": 0, "tag_activation_chec
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 
 _ASSERTS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
-
-# higher-order ops that are known to write none of their arguments
-_PURE_BODIES = {"cond", "map_impl", "scan", "associative_scan"}
-
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -79,7 +76,7 @@ class Facts:
 
     def storage(self, fake_tensor: torch.Tensor) -> int:
         """Number of the storage that a fake lies in. Works for the inputs and for everything in `fake`."""
-        return self._storage_ids[_storage_key(fake_tensor)]
+        return self._storage_ids[storage_key(fake_tensor)]
 
 
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: Iterable[sympy.Symbol]) -> Facts:
@@ -103,7 +100,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], 
         walk = _Walk(gm, listener, axes, fake_mode)
         with listener:
             walk.run(*own, enable_io_processing=False)
-        return Facts(walk.facts, walk.env_of, walk.axis_of, listener.storage_ids)
+        return Facts(walk.facts, walk.env_of, walk.axis_of, listener.memory.ids)
 
 
 # ---------------------------------------------------------------------------- 1 and 5: one node after the other
@@ -126,7 +123,7 @@ class _Walk(fx.Interpreter):
             value = super().run_node(node)
             if "unbacked_bindings" in node.meta:  # sizes that depend on data: by the symbols that Dynamo knows them by
                 rebind_unbacked(self.fake_mode.shape_env, node, value)
-        except Exception as error:  # noqa: BLE001 (one node that we cannot run must not cost the others)
+        except Exception as error:  # one node that we cannot run must not cost the others
             value, reason = self._fall_back(node, heard), f"could not be analysed: {type(error).__name__}"
         if not heard.calls and value is None and self.listener.sizes.has_batch(self._arguments(node)):
             reason = reason or f"checks the batch size ({node.name})"
@@ -165,7 +162,7 @@ class _Walk(fx.Interpreter):
         """A tensor that is said to carry the batch in a dim whose size does not say so must not be taken for a constant."""
         axis = self.axes.get(str(node.target), self.axes.get(node.name))
         if axis is not None and isinstance(value, torch.Tensor) and self.listener.axis(value) != axis % max(value.ndim, 1):
-            self.listener.opaque.add(id(value))
+            self.listener.memory.opaque.add(id(value))
 
     def _fall_back(self, node: fx.Node, heard: _Heard) -> Any:
         """What Dynamo saw; it may have changed everything it got, and may return parts of it."""
@@ -174,15 +171,15 @@ class _Walk(fx.Interpreter):
         for source in node.all_input_nodes:
             ours = tensors_in(self.env_of.get(source))
             theirs = tensors_in(source.meta.get("example_value"))
-            heard.read.update(_storage_key(t) for t in ours)
+            heard.read.update(storage_key(t) for t in ours)
             if len(ours) == len(theirs):
-                same.update({_storage_key(t): _storage_key(o) for t, o in zip(theirs, ours)})
+                same.update({storage_key(t): storage_key(o) for t, o in zip(theirs, ours)})
         heard.written.update(heard.read)
         heard.uses["rng"] = None
         self.listener.keep(value)
-        for key in map(_storage_key, tensors_in(value)):
-            if same.get(key) in self.listener.storage_ids:
-                self.listener.storage_ids.setdefault(key, self.listener.storage_ids[same[key]])
+        for key in map(storage_key, tensors_in(value)):
+            if same.get(key) in self.listener.memory.ids:
+                self.listener.memory.ids.setdefault(key, self.listener.memory.ids[same[key]])
         return value
 
 
@@ -210,11 +207,7 @@ class _Listener(TorchDispatchMode):
     def __init__(self, sizes: Sizes):
         super().__init__()
         self.sizes = sizes
-        self.storage_ids: dict[Any, int] = {}
-        # tensors that carry the batch, but not where their shape says
-        self.opaque: set[int] = set()
-        # storages in which some tensor carries the batch
-        self._batch_storages: set[Any] = set()
+        self.memory = Memory()
         # storages and fakes are known by their addresses, which are reused when one of them dies
         self._alive: list[Any] = []
         self._heard = _Heard()
@@ -227,7 +220,7 @@ class _Listener(TorchDispatchMode):
         self._alive.append(value)
 
     def axis(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor) or id(value) in self.opaque or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, torch.Tensor) or id(value) in self.memory.opaque or torch._C._functorch.is_functorch_wrapped_tensor(value):
             return None
         return self.sizes.axis(value)
 
@@ -250,28 +243,28 @@ class _Listener(TorchDispatchMode):
         self.keep((args, kwargs, result))
         call = Call(func, args, kwargs, result, self.sizes)
         call.is_opaque = not is_op and find(func) is None
-        if (call.is_opaque and func.name() not in _PURE_BODIES) or func.namespace == "c10d":
-            call.written = call.tensors  # nothing says what they write
+        if (call.is_opaque and _may_write(args)) or func.namespace == "c10d":
+            call.written = call.tensors  # no schema says which
         self._note(call)
         if is_wait:
-            self._heard.written.update(map(_storage_key, call.tensors))  # only now do its bytes arrive
+            self._heard.written.update(map(storage_key, call.tensors))  # only now do its bytes arrive
         return result
 
     def _note(self, call: Call) -> None:
         heard = self._heard
         heard.calls.append(str(call.func))
-        heard.read.update(_storage_key(t) for t in call.tensors)
-        heard.written.update(_storage_key(t) for t in call.written)
+        heard.read.update(storage_key(t) for t in call.tensors)
+        heard.written.update(storage_key(t) for t in call.written)
         heard.uses.update(dict.fromkeys(groups(call.arguments)))
-        if _is_random(call) or call.is_opaque:
+        if is_random(call) or call.is_opaque:
             heard.uses["rng"] = None
-        reason, is_state = self._judge(call)
+        reason, is_state = judge(call, self.memory)
         if reason or _holds(heard.asserted, call.tensors):
             heard.reasons.append((reason or f"reduces over the batch ({call.func})", is_state, call.outs))
         if call.func in _ASSERTS:
-            checked = [r for r in heard.reasons if _holds(r[2], call.tensors) and r[0].endswith("(aten.all.default)")]
-            heard.reasons = [r for r in heard.reasons if r not in checked]
-            heard.asserted += call.tensors if checked else []
+            kept = [r for r in heard.reasons if not _holds(r[2], call.tensors) or not r[0].endswith("(aten.all.default)")]
+            heard.asserted += call.tensors if len(kept) < len(heard.reasons) else []
+            heard.reasons = kept
         heard.macs += _macs(call)
 
     def spy(self, evaluate: Any) -> Any:
@@ -284,63 +277,15 @@ class _Listener(TorchDispatchMode):
 
         return evaluate_and_note
 
-    # ------------------------------------------------------------------------ 4: the verdict on one op
-
-    def _judge(self, call: Call) -> tuple[str, bool]:
-        """(why the op needs the whole batch, whether that is only because it changes state)."""
-        name = f"({call.func})"
-        entry = find(call.func)
-        numbers = {key for key, value in call.arguments.items() if self.sizes.has_batch(value)}
-        if _is_random(call):
-            return f"random {name}", False
-        for tensor in (*call.tensors, *call.outs):
-            if is_traceable_wrapper_subclass(tensor):
-                return f"works on {type(tensor).__name__} {name}", False
-        if any(id(t) in self.opaque or self.sizes.is_whole(t) for t in call.tensors):
-            return f"reads a tensor that cannot be cut by rows {name}", False
-        if call.is_opaque:
-            return f"no rule for {call.func.name()}", False
-        if torch.Tag.inplace_view in getattr(call.func, "tags", ()):  # a part's view would change, and not what it is a view of
-            return f"changes a shape in place {name}", False
-        if call.func.namespace == "streams":
-            return f"orders streams by itself {name}", False
-        # what depends on nothing of the batch gives the same in every part
-        if not numbers and not call.batched(*call.tensors):
-            if any(_storage_key(t) in self.storage_ids for t in call.written):
-                is_part = any(_storage_key(t) in self._batch_storages for t in call.written)
-                return (f"changes some rows of the batch {name}", False) if is_part else (f"{STATE} {name}", True)
-            return "", False
-        if entry is None:
-            if torch.Tag.dynamic_output_shape in call.func.tags:
-                return f"has an output size that depends on the data {name}", False
-            return f"no rule for {str(call.func).rpartition('.')[0]}", False
-        if numbers - entry.sizes:
-            return f"uses the batch size as a number {name}", False
-        try:
-            verdict = entry.rule(call)
-        except Exception as error:  # noqa: BLE001 (a rule that fails does not accept)
-            return f"the rule failed with {type(error).__name__} {name}", False
-        if not entry.answers_for_writes and any(call.axis(t) is None for t in call.written) and verdict != REDUCES:
-            return f"{STATE} {name}", False
-        if isinstance(verdict, str):
-            return f"{verdict} {name}", False
-        claimed = verdict if isinstance(verdict, tuple) else (verdict,) * len(call.outs)
-        if claimed != tuple(call.axis(t) for t in call.outs) or any(self.sizes.is_whole(t) for t in call.outs):
-            return f"mixes rows of the batch {name}", False
-        if any(_has_no_rows(t, call.axis(t)) for t in call.written):
-            return f"writes rows that share their memory {name}", False
-        return "", False
-
-    # ------------------------------------------------------------------------ 5
-
     def finish(self, heard: _Heard, op: str, reason: str, value: Any) -> NodeFacts:
         self.keep(value)
         tensors = tensors_in(value)
-        keys = list(dict.fromkeys(_storage_key(t) for t in tensors))
-        existed = set(self.storage_ids)
+        keys = list(dict.fromkeys(storage_key(t) for t in tensors))
+        existed = set(self.memory.ids)
         for key in keys:
-            self.storage_ids.setdefault(key, len(self.storage_ids))
-        self._batch_storages.update(_storage_key(t) for t in tensors if id(t) in self.opaque or any(map(self.sizes.has_batch, t.shape)))
+            self.memory.ids.setdefault(key, len(self.memory.ids))
+        carriers = (t for t in tensors if id(t) in self.memory.opaque or any(map(self.sizes.has_batch, t.shape)))
+        self.memory.with_batch.update(map(storage_key, carriers))
         if op in ("placeholder", "get_attr", "output"):
             return NodeFacts()
         # a node that dispatches nothing hands on what it was given: getitem, dropout in eval mode
@@ -352,9 +297,9 @@ class _Listener(TorchDispatchMode):
         return NodeFacts(
             unsplittable=reasons[0][0] if reasons else "",
             writes_state=bool(reasons) and all(is_state for _, is_state, _ in reasons),
-            reads=frozenset(self.storage_ids[key] for key in read & existed),
-            writes=frozenset(self.storage_ids[key] for key in writes),
-            makes=frozenset(self.storage_ids[key] for key in keys if key not in existed),
+            reads=frozenset(self.memory.ids[key] for key in read & existed),
+            writes=frozenset(self.memory.ids[key] for key in writes),
+            makes=frozenset(self.memory.ids[key] for key in keys if key not in existed),
             uses=tuple(heard.uses),
             is_view=bool(tensors) and not writes and existed.issuperset(keys),
             macs=heard.macs,
@@ -365,32 +310,30 @@ class _Listener(TorchDispatchMode):
 # ---------------------------------------------------------------------------- small questions
 
 
-def _storage_key(tensor: torch.Tensor) -> Any:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without storage
-        return ("tensor", id(tensor))
-
-
 def _is_transparent(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _TRANSPARENT
 
 
+def _may_write(args: Sequence[Any]) -> bool:
+    """Whether a higher-order op may change what it is given: one without a body that we can read, or with a body that may."""
+    bodies = [arg for arg in pytree.tree_leaves(list(args)) if isinstance(arg, fx.GraphModule)]
+    nodes = [(body, node) for body in bodies for node in body.graph.nodes]
+    inner = [getattr(body, node.target, None) for body, node in nodes if node.op == "get_attr"]
+    return not bodies or any(_is_inplace(node) for _, node in nodes) or any(_may_write([b]) for b in inner if isinstance(b, fx.GraphModule))
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, name)._schema.is_mutable for name in node.target.overloads())
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", str(node.target))
+    is_call = node.op in ("call_function", "call_method", "call_module")
+    return is_call and (name.endswith("_") or name in ("setitem", "iadd", "imul", "isub", "itruediv") or "out" in node.kwargs)
+
+
 def _holds(tensors: Iterable[Any], wanted: Iterable[torch.Tensor]) -> bool:
     return not {id(t) for t in tensors}.isdisjoint(map(id, wanted))
-
-
-def _is_random(call: Call) -> bool:
-    """Tagged ops include attention and dropout, which draw nothing when the probability is 0 or the model in eval mode."""
-    is_off = call.get("dropout_p") == 0 or call.get("train") is False or call.get("training") is False
-    return torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ()) and not is_off
-
-
-def _has_no_rows(tensor: torch.Tensor, axis: int | None) -> bool:
-    stride = tensor.stride(axis) if axis is not None else None
-    return isinstance(stride, int) and stride == 0
 
 
 def _macs(call: Call) -> int:

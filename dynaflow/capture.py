@@ -24,7 +24,7 @@ from dynaflow.engine import CapturedGraph, serialised
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.ongoing import Ongoing, ongoing
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
-from dynaflow.units import hint
+from dynaflow.sources import hint
 
 log = logging.getLogger("dynaflow")
 

@@ -32,9 +32,10 @@ from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import Binder, Bound, Program
 from dynaflow.runtime.ranks import agree
 from dynaflow.settings import Settings
+from dynaflow.sources import ITEM, Sources, Unplannable
 from dynaflow.strategies import Sequential
 from dynaflow.sync import synchronise
-from dynaflow.units import ITEM, Built, Sources, Unplannable, build
+from dynaflow.units import Built, build
 from dynaflow.verify import verify, verify_memory
 
 log = logging.getLogger("dynaflow")

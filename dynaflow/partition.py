@@ -24,7 +24,7 @@ from torch import fx
 from dynaflow.annotate import MARK, Rule, SplitFunc, SplitModule
 from dynaflow.batching import Facts
 from dynaflow.errors import OptionError, PartitionError
-from dynaflow.units import Sources, clean_name
+from dynaflow.sources import Sources, clean_name
 
 # A matrix product is large when it is at least this share of the graph's multiply-accumulates.
 LARGE_SHARE = 1e-3

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class RandomStrategy(Strategy):
     """Random splits (even, uneven, per op), streams and order; sometimes one launch over adjacent parts, sometimes a replacement."""
 
-    def __init__(self, seed: int, case: Case | None = None, across_parts: bool = False):
-        # across_parts: replacements also join calls over different rows that depend on each other
-        self.seed, self._case, self.across_parts = seed, case, across_parts
+    def __init__(self, seed: int, case: Case | None = None):
+        # case: what replacements are made of; without it there are none
+        self.seed, self._case = seed, case
 
     def schedule(self, flow: Planner) -> None:
         rng = random.Random(self.seed)
@@ -71,7 +71,7 @@ class RandomStrategy(Strategy):
         assert self._case is not None
         can_fuse = self._case.can_fuse
         others = [x for x in ready if x is not r and can_fuse(x.name)]
-        users = [u for u in r.users if self.across_parts or u.part == r.part]
+        users = r.users
         if users and rng.random() < 0.7:
             user = rng.choice(users)
             before = [h for h in flow._handles if user._item in flow._successors[h._item]]
@@ -79,7 +79,6 @@ class RandomStrategy(Strategy):
             # What is made inside must be made there for all of the user's rows.
             is_half = any(h.name == g.name and flow._done[h._item] for h in before for g in open_ones)
             group = [*open_ones, user]
-            is_one_part = self.across_parts or all(x.part == r.part for x in group)
-            if is_one_part and not is_half and all(x.is_ready for x in open_ones) and all(can_fuse(x.name) for x in group):
+            if not is_half and all(x.is_ready for x in open_ones) and all(can_fuse(x.name) for x in group):
                 return group
         return [r, *rng.sample(others, min(len(others), rng.randint(1, 2)))] if others and can_fuse(r.name) else []

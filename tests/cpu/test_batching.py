@@ -530,6 +530,7 @@ def test_checkpoint_is_looked_through():
 def test_cond_is_opaque():
     got = capture(lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), x2())
     assert got["cond"].unsplittable == "no rule for cond"
+    assert not got["cond"].writes
 
 
 def test_flex_attention_may_not_know_its_row():

