@@ -28,9 +28,13 @@ class Explained:
     sequential_bytes: int
     # op -> bytes copied because a layout keeps the batch from being outermost
     copies: tuple[tuple[str, int], ...] = ()
+    # ops whose CUDA kernels add in no fixed order, with the aten op that does
+    unrepeatable: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*self._partition(), "", *self._plan(), "", *self._memory(), f"verify     {self.verdict}"])
+        lines = [*self._partition(), "", *self._plan(), "", *self._memory(), f"verify     {self.verdict}"]
+        lines.extend(f"           {op}: on CUDA, {call} adds in no fixed order: its bits may vary" for op, call in self.unrepeatable)
+        return "\n".join(lines)
 
     def _partition(self) -> list[str]:
         flow = self.flow
@@ -87,6 +91,10 @@ class Explanation:
         return breaks + "\n\n".join(map(str, self.graphs))
 
 
+# aten ops whose CUDA kernels use atomic additions on floats
+_ATOMIC = ("aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.index_put", "aten.histc", "aten.bincount", "aten.put_")
+
+
 def _bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
@@ -130,6 +138,7 @@ class InspectedGraph(CapturedGraph):
         self.explained.append(Explained(
             self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
             bind_memory(self.flow, reference, sizes).arena_bytes, tuple(copies),
+            tuple((op, call) for op, calls in self.built.calls.items() for call in calls if call.startswith(_ATOMIC)),
         ))  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class Built:
     epilogue: Unit
     # values as fakes, at the sizes of the capture
     fakes: dict[str, torch.Tensor]
+    # op -> the aten and custom ops that it comes down to
+    calls: dict[str, tuple[str, ...]]
 
 
 class _UnitGraph:
@@ -193,6 +195,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         sizes,
         Unit(epilogue_fn, tuple(epilogue.args), ()),
         {name: sources.fake(key) for key, name in names.items()},
+        {group.name: tuple(dict.fromkeys(c for n in group.nodes for c in facts.nodes[n].calls)) for group in groups},
     )
 
 

@@ -498,6 +498,15 @@ def test_explain_and_check_change_nothing():
         df.explain(model, x, Raises())
 
 
+def test_explain_names_what_may_not_repeat_bit_equal():
+    def adds(x, index):
+        return torch.zeros_like(x).scatter_add(1, index, x) + 1
+
+    x, index = torch.randn(4, 3), torch.zeros(4, 3, dtype=torch.int64)
+    assert "aten.scatter_add.default adds in no fixed order" in str(df.explain(adds, (x, index), df.TwoBatch()))
+    assert "no fixed order" not in str(df.explain(lambda x: x + 1, x, df.TwoBatch()))
+
+
 def test_check_names_the_op_that_mixes_rows():
     class Centre(nn.Module):
         def forward(self, x):

@@ -1,0 +1,111 @@
+"""An op that raises at launch i, for any i, leaves the engine right for the next call; the error tells the story."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow as df
+from dynaflow.runtime.program import Call
+
+
+class Fault(RuntimeError):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        h = self.a(x).relu()
+        cache.add_(h)
+        return self.b(h) + torch.sin(h)
+
+
+class Lanes(df.Strategy):
+    """Two parts, each on a lane of its own."""
+
+    def schedule(self, flow):
+        flow.split(2)
+        while ready := flow.get_ready_ops():
+            flow.execute(ready[0], stream=f"lane{ready[0].part.lo}")
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Make the launch with a given number raise; None: nothing does."""
+    state = {"number": None, "seen": 0}
+    lock = threading.Lock()
+    plain = Call.__call__
+
+    def call(self, tensors):
+        with lock:
+            number, state["seen"] = state["seen"], state["seen"] + 1
+        if number == state["number"]:
+            raise Fault(self.label)
+        plain(self, tensors)
+
+    monkeypatch.setattr(Call, "__call__", call)
+
+    def set_number(number):
+        state.update(number=number, seen=0)
+
+    return set_number
+
+
+@pytest.mark.parametrize("runtime", ["threads", "serial", "fake:lazy"])
+def test_a_fault_at_any_launch(inject, runtime):
+    torch.manual_seed(0)
+    model = Net()
+    fast = df.compile(model, strategy=Lanes(), strict=True, runtime=runtime)
+    x = torch.randn(6, 4)
+    with torch.no_grad():
+        wanted = model(x, torch.zeros(6, 4))
+        inject(None)
+        assert torch.allclose(fast(x, torch.zeros(6, 4)), wanted)
+        num_launches = df.stats(fast).num_launches
+        for number in range(num_launches):
+            inject(number)
+            with pytest.raises(Fault) as error:
+                fast(x, torch.zeros(6, 4))
+            story = "\n".join(error.value.__notes__)
+            assert f"raised by '{error.value}' on " in story and f"of {num_launches}" in story
+            assert "tensors of yours that this call may have changed already: " in story
+            inject(None)
+            cache = torch.zeros(6, 4)
+            assert torch.allclose(fast(x, cache), wanted) and torch.allclose(cache, model.a(x).relu())
+
+
+SCRIPT = """
+import torch, dynaflow as df
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 8)
+        self.register_buffer("n", torch.zeros(()))
+    def forward(self, x, cache):
+        self.n += 1
+        h = self.a(x).relu_() + self.b(x)
+        left, right = h.chunk(2, -1)
+        cache.add_(left)
+        return h.softmax(-1), right * cache
+x = torch.randn(6, 4)
+for strategy in (df.TwoBatch(), df.Branches(3)):
+    print(df.explain(Net(), (x, torch.zeros(6, 4)), strategy).plan)
+"""
+
+
+def test_the_same_plan_text_in_every_process():
+    texts = set()
+    for seed in ("0", "1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True, env={"PYTHONHASHSEED": seed}
+        )
+        texts.add(done.stdout)
+    assert len(texts) == 1 and "launch a 0/2 @compute" in texts.pop()
