@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dynaflow.batch_rules import Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
-from dynaflow.batch_rules.judge import Memory, is_random, judge, storage_key
+from dynaflow.batch_rules.judge import Memory, is_random, judge, storage_key, survives
 
 __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 
@@ -125,6 +125,10 @@ class _Walk(fx.Interpreter):
                 rebind_unbacked(self.fake_mode.shape_env, node, value)
         except Exception as error:  # one node that we cannot run must not cost the others
             value, reason = self._fall_back(node, heard), f"could not be analysed: {type(error).__name__}"
+        if heard.reasons and tensors_in(value):
+            args, kwargs = self._arguments(node)
+            if survives((r[0] for r in heard.reasons), Call(node.target, args, kwargs, value, self.listener.sizes)):
+                heard.reasons = []
         if not heard.calls and value is None and self.listener.sizes.has_batch(self._arguments(node)):
             reason = reason or f"checks the batch size ({node.name})"
         if node.op == "placeholder":
@@ -229,6 +233,10 @@ class _Listener(TorchDispatchMode):
         is_op = isinstance(func, torch._ops.OpOverload)
         if is_op and (func.namespace == "prim" or func._schema.name in _ASKS):
             return func(*args, **kwargs)
+        if is_op and _only_restrides(func, args, self.sizes):
+            result = func(*args, **kwargs)
+            self.keep(result)
+            return result
         if is_op and func._can_decompose():
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -308,6 +316,18 @@ class _Listener(TorchDispatchMode):
 
 
 # ---------------------------------------------------------------------------- small questions
+
+
+def _only_restrides(func: Any, args: Sequence[Any], sizes: Sizes) -> bool:
+    """Whether `as_strided` gives strides to dims of size 1, and leaves every element where it is: a change of memory format."""
+    if func._schema.name not in ("aten::as_strided", "aten::as_strided_") or len(args[1]) != args[0].ndim:
+        return False
+    x, shape, strides, *offset = args
+    return (
+        all(sizes.expr(a) == sizes.expr(b) for a, b in zip(shape, x.shape))
+        and all(sizes.expr(a) == sizes.expr(b) or sizes.expr(n) == 1 for n, a, b in zip(shape, strides, x.stride()))
+        and all(o is None or sizes.expr(o) == sizes.expr(x.storage_offset()) for o in offset)
+    )
 
 
 def _is_transparent(target: Any) -> bool:

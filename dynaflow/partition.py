@@ -236,16 +236,21 @@ def _frame(node: fx.Node, function: Any) -> str:
 
 
 def _part_state(group: Group, facts: Facts) -> list[Group]:
-    """A change of state without batch axis moves behind the group, if nothing in the group looks at the state afterwards."""
-    moved = []
-    for i, node in enumerate(group.nodes):
-        info = facts.nodes[node]
-        if info.writes_state and not any(info.writes & (facts.nodes[n].reads | facts.nodes[n].writes) for n in group.nodes[i + 1 :]):
-            moved.append(node)
+    """A change of state without batch axis moves behind the group, if nothing that stays minds."""
+    moved: list[fx.Node] = []
+    for i, node in reversed(list(enumerate(group.nodes))):
+        if facts.nodes[node].writes_state and not any(_conflict(facts, node, n) for n in group.nodes[i + 1 :] if n not in moved):
+            moved.insert(0, node)
     if not moved or len(moved) == len(group.nodes):
         return [group]
     rest = replace(group, nodes=[n for n in group.nodes if n not in moved])
     return [rest, Group(f"{group.name}.state", moved, group.module, "memory", None, "state")]
+
+
+def _conflict(facts: Facts, a: fx.Node, b: fx.Node) -> bool:
+    """Whether the order of two nodes matters."""
+    x, y = facts.nodes[a], facts.nodes[b]
+    return bool(x.writes & (y.reads | y.writes) or y.writes & x.reads or set(x.uses) & set(y.uses))
 
 
 def _part_mixing(group: Group, facts: Facts) -> list[Group]:
@@ -283,8 +288,8 @@ def _part_shared(groups: list[Group], facts: Facts, sources: Sources) -> list[Gr
                 continue
             wanted.add(node)
             stack.extend(r for r in sources.root_inputs(node) if r in inside)
-        # What changes memory that the moved nodes read must stay behind them: give up rather than reorder.
-        if any(facts.nodes[n].writes for n in group.nodes) and any(sources.carries_batch(n) for n in wanted):
+        # Nothing may overtake a node that it conflicts with. (The op then makes a value without batch axis, and runs whole.)
+        if any(_conflict(facts, n, m) for i, n in enumerate(group.nodes) if n in wanted for m in group.nodes[:i] if m not in wanted):
             result.append(group)
             continue
         result.append(Group(f"{group.name}.shared", [n for n in group.nodes if n in wanted], group.module, None, None, "shared"))

@@ -54,6 +54,22 @@ def contraction(call: Call, operands: Any, terms: list[str], result: str, added:
     return axis if all(call.fits(x, len(result), axis) for x in added) else DIFFERENT_ROWS
 
 
+def matmul(call: Call) -> Verdict:
+    """`linear` and `matmul` as the graph calls them.
+
+    Inside they flatten all dims but the last two, which interleaves a batch that is not the first dim, and unflatten again.
+    """
+    a, b, *bias = call.tensors
+    ndim, out = max(a.ndim, b.ndim), call.outs[0]
+    if call.batched(*bias) or a.ndim < 2:
+        return DIFFERENT_ROWS
+    if "linear" in str(call.func) or (b.ndim == 2 and not call.batched(b)):
+        axis = call.axis(a)
+        return axis if axis != a.ndim - 1 and not call.batched(b) else DIFFERENT_ROWS
+    axis = call.aligned((a, b), ndim)
+    return axis if isinstance(axis, int) and axis < ndim - 2 and out.ndim == ndim else DIFFERENT_ROWS
+
+
 @rules("_scaled_mm")
 def scaled_mm(call: Call) -> Verdict:
     """Rows of `self` may have scales of their own, one per row; everything else belongs to the weight."""

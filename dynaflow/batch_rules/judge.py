@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Iterable
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynaflow.batch_rules.call import REDUCES, STATE, Call
+from dynaflow.batch_rules.contract import matmul
 from dynaflow.batch_rules.table import find
 
 
@@ -88,6 +89,14 @@ def _reason(call: Call, memory: Memory) -> tuple[str, bool]:
     if any(_shares_rows(t, call.axis(t)) for t in call.written):
         return "writes rows that share their memory", False
     return "", False
+
+
+def survives(reasons: Iterable[str], call: Call) -> bool:
+    """Whether a product that is rowwise as a whole was only refused for how it is computed."""
+    name = getattr(call.func, "__name__", str(call.func))
+    if name not in ("linear", "matmul") or not all(reason.startswith("interleaves") for reason in reasons):
+        return False
+    return call.axis(call.outs[0]) is not None and matmul(call) == call.axis(call.outs[0])
 
 
 def is_random(call: Call) -> bool:

@@ -165,6 +165,10 @@ def x3() -> torch.Tensor:
     return torch.randn(B, S, H)
 
 
+def sbh() -> torch.Tensor:
+    return torch.randn(S, B, 2, H)
+
+
 def image() -> torch.Tensor:
     return torch.randn(B, 4, 6, 6)
 
@@ -269,6 +273,8 @@ CASES: list[tuple[Any, ...]] = [
     ("product: over the batch", lambda x: x.t() @ x, (x2,), "reduces over the batch (aten.mm.default)"),
     ("product: every row with every row", lambda x: (x @ x.t()).softmax(-1) @ x, (x2,), "combines different rows"),
     ("product: by row", lambda x, y: x @ y.transpose(1, 2), (x3, x3), OK),
+    ("product: the batch is the second dim", lambda x: F.linear(x, W, W[0]) + x @ W + x @ x.mT @ x, (sbh,), OK, (1,)),
+    ("product: the batch is flattened by hand", lambda x: x.reshape(-1, H) @ W, (sbh,), "interleaves rows", (1,)),
     ("product: baddbmm", lambda x, y: torch.baddbmm(y, x, W.expand(x.shape[0], H, H)), (x3, x3), OK),
     ("product: addmm with a row bias", lambda x, y: torch.addmm(y, x, W), (x2, x2), OK),
     ("product: einsum by row", lambda x, y: torch.einsum("bsh,bth->bst", x, y), (x3, x3), OK),
@@ -279,6 +285,7 @@ CASES: list[tuple[Any, ...]] = [
     ("cdist: by row, and to a table", lambda x: torch.cdist(x, x * 2) + torch.cdist(x[:, 0], W)[:, None, :1], (x3,), OK),
     ("cdist: every row with every row", lambda x: torch.cdist(x, x), (x2,), "combines different rows"),
     ("pool", lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 1), (image,), OK),
+    ("pool: channels last", lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last) + 1, 1), (image,), OK),
     ("pool: the batch is a picture", lambda x: F.avg_pool1d(x, 3), (lambda: torch.randn(H, B),), "works along the batch", (1,)),
     ("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, scale_factor=2, mode="bilinear"), (image,), OK),
     ("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (image, image, image), OK),
