@@ -30,6 +30,7 @@ import dynaflow as df
 from dynaflow.context import Context
 from dynaflow.ir import Flow, Op, Plan, Value
 from dynaflow.memory import bind_memory, place
+from dynaflow.planner import Planner
 from dynaflow.planner import plan as make_plan
 from dynaflow.runtime.program import Binder, Layout, Program, Unit
 from dynaflow.strategies import Branches, NanoBatch, TwoBatch
@@ -39,6 +40,18 @@ from dynaflow.verify import verify, verify_memory
 LAYER = (("norm", "memory"), ("attn", "compute"), ("all_reduce", "network"), ("mlp", "compute"))
 HIDDEN = 64
 TOGETHER = "plan + synchronise + place"
+
+
+class Hop(df.Strategy):
+    """Two parts, every op on the next of three streams: as many waits as a plan can need."""
+
+    def schedule(self, flow: Planner) -> None:
+        flow.split(2)
+        number = 0
+        while ready := flow.get_ready_ops():
+            r = min(ready, key=lambda r: (r.depth, r.part))
+            flow.execute(r, stream=("compute", "comm", "copy")[number // 2 % 3])
+            number += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +142,7 @@ def planning_rows(num_layers: int, repetitions: int) -> list[Row]:
 def verify_rows(repetitions: int) -> list[Row]:
     """Other shapes of plans of 5,000 launches: more streams, more parts, more waits."""
     rows = []
-    for strategy, num_layers in ((NanoBatch(4), 313), (NanoBatch(8), 157), (Branches(3), 1250)):
+    for strategy, num_layers in ((NanoBatch(4), 313), (NanoBatch(8), 157), (Branches(3), 1250), (Hop(), 625)):
         flow = layered_flow(num_layers)
         plan = finished(flow, strategy)
         times = [timed(lambda: verify(plan, flow))[0] for _ in range(repetitions)]

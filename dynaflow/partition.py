@@ -61,7 +61,7 @@ def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequ
             previous = key
         groups[-1].nodes.append(node)
     groups = [piece for group in groups for piece in _part_state(group, facts)]
-    groups = [piece for group in groups for piece in _part_mixing(group, facts)]
+    groups = [piece for group in groups for piece in _part_mixing(group, sources)]
     groups = _part_shared(groups, facts, sources)
     if is_auto:
         groups = _join_chains(groups, sources)
@@ -253,12 +253,12 @@ def _conflict(facts: Facts, a: fx.Node, b: fx.Node) -> bool:
     return bool(x.writes & (y.reads | y.writes) or y.writes & x.reads or set(x.uses) & set(y.uses))
 
 
-def _part_mixing(group: Group, facts: Facts) -> list[Group]:
+def _part_mixing(group: Group, sources: Sources) -> list[Group]:
     if group.origin not in ("auto", "rest"):
         return [group]
     pieces: list[Group] = []
     for node in group.nodes:
-        mixes = bool(facts.nodes[node].unsplittable)
+        mixes = bool(sources.unsplittable(node))
         if not pieces or pieces[-1].extra["mixes"] != mixes:
             pieces.append(replace(group, nodes=[], extra={"mixes": mixes}))
         pieces[-1].nodes.append(node)
@@ -271,7 +271,7 @@ def _part_shared(groups: list[Group], facts: Facts, sources: Sources) -> list[Gr
     users = sources.users_of_roots()
     result: list[Group] = []
     for i, group in enumerate(groups):
-        if group.splittable is not True and any(facts.nodes[n].unsplittable for n in group.nodes):
+        if group.splittable is not True and any(sources.unsplittable(n) for n in group.nodes):
             result.append(group)
             continue
         lonely = [n for n in group.nodes if not sources.carries_batch(n)]

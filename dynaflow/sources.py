@@ -69,6 +69,8 @@ class Sources:
             return {"placeholder": "input", "get_attr": "constant", "output": "output"}[node.op]
         if node.target in (ENTER, EXIT) or node.target in _IGNORED:
             return "bracket"
+        if getattr(node.target, "__name__", "").endswith("_increment_nesting"):
+            raise Unplannable(f"the graph holds a functorch transform ('{node}').", why="what is inside of it cannot be cut into ops")
         info, fake = self.facts.nodes[node], self.facts.fake[node]
         tensors = [x for x in leaves(fake) if isinstance(x, torch.Tensor)]
         if node.target is operator.getitem and isinstance(self.facts.fake[node.args[0]], (tuple, list)):  # type: ignore[index]
@@ -150,6 +152,21 @@ class Sources:
         if any(isinstance(a, int) for a in leaves(self.facts.axis[node])):
             return True
         return bool(self.facts.nodes[node].writes) and any(self.axis(k) is not None for a in node.all_input_nodes for k in self.keys(a))
+
+    def unsplittable(self, node: fx.Node) -> str:
+        """Why a node cannot run on a part: for its own reason, or because a view that it would make anew mixes the batch (`x[0]`)."""
+        return self._unsplittable(node, set())
+
+    def _unsplittable(self, node: fx.Node, seen: set[fx.Node]) -> str:
+        reason = self.facts.nodes[node].unsplittable
+        for arg in node.all_input_nodes:
+            if not reason and arg not in seen:
+                seen.add(arg)
+                if self.kind[arg] in ("view", "project"):
+                    reason = self._unsplittable(arg, seen)
+                elif arg in self.alias and self.kind[self.alias[arg]] in ("view", "project"):
+                    reason = self._unsplittable(self.alias[arg], seen)
+        return reason
 
     def is_parameter(self, node: fx.Node) -> bool:
         return self.kind[node] == "input" and not self.carries_batch(node)

@@ -331,7 +331,7 @@ def _op(
         tuple(names[k] for k in made),
         tuple(names[k] for k in mutated),
         uses,
-        _why_whole(group, infos, unit, made, mutated, sources, values, names),
+        _why_whole(group, unit, made, mutated, sources, values, names),
         group.module,
     )
 
@@ -346,8 +346,7 @@ def _kind(nodes: Sequence[fx.Node], infos: Sequence[Any], facts: Facts) -> str:
 
 
 def _why_whole(
-    group: Group, infos: Sequence[Any], unit: _UnitGraph, made: list[Key], mutated: list[Key], sources: Sources, values: _Values,
-    names: dict[Key, str],
+    group: Group, unit: _UnitGraph, made: list[Key], mutated: list[Key], sources: Sources, values: _Values, names: dict[Key, str]
 ) -> str:  # fmt: skip
     """Why the op must run over the whole batch; empty when it may be split."""
     if group.splittable is False:
@@ -359,9 +358,9 @@ def _why_whole(
         if sources.axis(key) is not None and not values.is_batch_outermost(key):
             return f"changes {names[key]} in place, where the batch is not the outermost dim"
     if group.splittable is not True:
-        for node, info in zip(group.nodes, infos):
-            if info.unsplittable:
-                return f"{info.unsplittable} at {node.name}"
+        for node in group.nodes:
+            if reason := sources.unsplittable(node):
+                return f"{reason} at {node.name}"
     for key in made:
         if sources.axis(key) is None:
             if group.splittable is True:

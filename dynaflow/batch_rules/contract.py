@@ -32,9 +32,10 @@ _PRODUCTS = {
 def product(call: Call) -> Verdict:
     names, equation = _PRODUCTS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     a, b, *added = (call[name] for name in names.split())
-    if a.ndim > 2 and a.ndim == b.ndim and equation == "mk,nk->mn":
-        # distances come with any number of batch dims in front
-        front = "abcdef"[: a.ndim - 2]
+    if equation == "mk,nk->mn":  # distances come with any number of batch dims in front
+        if a.ndim != b.ndim:
+            return DIFFERENT_ROWS
+        front = "abcdefgh"[: a.ndim - 2]
         equation = f"{front}mk,{front}nk->{front}mn"
     terms, _, result = equation.partition("->")
     return contraction(call, (a, b), terms.split(","), result, added)
@@ -64,8 +65,7 @@ def matmul(call: Call) -> Verdict:
     if call.batched(*bias) or a.ndim < 2:
         return DIFFERENT_ROWS
     if "linear" in str(call.func) or (b.ndim == 2 and not call.batched(b)):
-        axis = call.axis(a)
-        return axis if axis != a.ndim - 1 and not call.batched(b) else DIFFERENT_ROWS
+        return call.axis(a) if call.axis(a) != a.ndim - 1 and not call.batched(b) else DIFFERENT_ROWS
     axis = call.aligned((a, b), ndim)
     return axis if isinstance(axis, int) and axis < ndim - 2 and out.ndim == ndim else DIFFERENT_ROWS
 

@@ -376,6 +376,18 @@ def test_case(name, fn, make, reason, axes):
         assert not captured.reasons
 
 
+TOO_MUCH = [("flip", lambda x: x.flip(0)), ("_softmax", lambda x: x.softmax(0)), ("sum", lambda x: x + x.sum(0, True))]
+
+
+@pytest.mark.parametrize("op, fn", TOO_MUCH)
+def test_the_oracle_catches_a_rule_that_accepts_too_much(op, fn):
+    from dynaflow.batch_rules import table
+
+    too_much = table.Entry(lambda call: call.axis(call.outs[0]))
+    with mock.patch.dict(table._ours, {f"aten::{op}": too_much}), pytest.raises(AssertionError, match="not close|not equal"):
+        capture(fn, x2())
+
+
 # ---------------------------------------------------------------------------- memory
 
 

@@ -230,3 +230,50 @@ def test_nothing_overtakes_a_change_of_the_memory_that_it_reads():
             for got, wanted in zip(fast(x), twin(x)):
                 assert torch.equal(got, wanted)
             assert torch.equal(model[0].table, twin[0].table)
+
+
+TABLE = torch.arange(60.0).view(20, 3)
+
+
+def guidance(x):
+    """Both halves of a doubled batch, as classifier-free guidance has it."""
+    h = torch.relu(torch.cat([x, 2 * x], 0))
+    a, b = h.chunk(2, 0)
+    return a + 3 * b
+
+
+def in_place_on_a_row(x):
+    h = torch.relu(x)
+    h[0].add_(100)
+    return h * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.relu(x) + x[0],
+        guidance,
+        in_place_on_a_row,
+        lambda x: x + TABLE[: x.shape[0]],
+        lambda x: torch.sin(torch.relu(x * 2).t().reshape(-1)),
+        lambda x: torch.relu(x)[1:] * 2,
+        lambda x: torch.relu(x * 1).flip(0) + x,
+    ],
+    ids=["first row", "guidance", "in place on a row", "rows of a table", "batch inside", "from row 1", "reversed"],
+)
+def test_a_view_that_mixes_rows_keeps_its_users_whole(function):
+    for strategy in (df.TwoBatch(), df.NanoBatch(3)):
+        fast = df.compile(function, strategy=strategy, strict=True, runtime="fake:3")
+        for n in (6, 9):
+            x = torch.randn(n, 3)
+            assert torch.equal(fast(x), function(x))
+
+
+def test_a_functorch_transform_falls_back():
+    def rows(x):
+        return torch.relu(torch.vmap(lambda r: r.softmax(0))(x * 2)) + x
+
+    fast = df.compile(rows, strategy=df.TwoBatch())
+    x = torch.randn(6, 3)
+    assert torch.equal(fast(x), rows(x))
+    assert any("functorch" in reason for reason in df.stats(fast).fallbacks)
