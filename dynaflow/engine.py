@@ -193,16 +193,13 @@ class CapturedGraph:
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
         facts = self.call_facts(args, next(iter(batch_sizes), 1), tags)
         planned = next((p for p in self.plans if p.holds(facts)), None)
-        is_new = planned is None
         if planned is None:
             planned = self._plan_with_all_ranks(facts)
             self.plans.append(planned)
         if planned.binder is None:
             return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
         bound = planned.binder.bind(dict(zip(self.flow.symbols, sizes)))
-        if is_new:
-            # Once per plan: for other sizes the same slots are laid out by the same rule, without overlap.
-            verify_memory(self.flow, planned.plan, bound.memory)
+        verify_memory(self.flow, planned.plan, bound.memory)
         self.settings.count(binds=1)
         return bound
 
