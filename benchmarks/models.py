@@ -18,6 +18,7 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -343,7 +344,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dtype = getattr(torch, args.dtype)
-    made_by = f"python -m benchmarks.models --device {args.device} --dtype {args.dtype}"
+    made_by = " ".join(["python -m benchmarks.models", *sys.argv[1:]])
     rows: list[Row] = []
     for entry in select(args.models):
         if entry.is_routed and dtype != torch.float32:

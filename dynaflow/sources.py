@@ -168,6 +168,15 @@ class Sources:
                     reason = self._unsplittable(self.alias[arg], seen)
         return reason
 
+    def may_alias(self, node: fx.Node) -> bool:
+        """Whether a node copies only if it must (contiguous, reshape, to), and its copy is changed in place later."""
+        info, result = self.facts.nodes[node], self.facts.fake[node]
+        copies = {"aten.clone.default", "aten._to_copy.default"} & set(info.calls)
+        if not copies or not isinstance(result, torch.Tensor) or node.target in ("clone", torch.clone):
+            return False
+        storage = self.facts.storage(result)
+        return any(storage in other.writes for other in self.facts.nodes.values())
+
     def is_parameter(self, node: fx.Node) -> bool:
         return self.kind[node] == "input" and not self.carries_batch(node)
 

@@ -66,7 +66,7 @@ class _UnitGraph:
         self._switch(self.sources.brackets[node])
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         new.meta = dict(node.meta)
-        self.env[node] = new
+        self.env[node] = self.graph.call_function(own, (new, *args[:1])) if self.sources.may_alias(node) else new
 
     def _switch(self, brackets: tuple[fx.Node, ...]) -> None:
         if brackets == self._open:
@@ -136,6 +136,12 @@ class _UnitGraph:
         for i in key[1]:
             result = result[i] if isinstance(result, (tuple, list)) else self.graph.call_function(operator.getitem, (result, i))
         return result
+
+
+def own(result: torch.Tensor, source: Any) -> torch.Tensor:
+    """`x.t().contiguous()` copies, except where a part has one row. What is changed in place later must be a copy always."""
+    is_alias = isinstance(source, torch.Tensor) and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return result.clone() if is_alias else result
 
 
 def _plain(value: Any) -> Any:

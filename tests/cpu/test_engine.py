@@ -570,3 +570,16 @@ def test_rejects_a_share_of_the_sms_that_it_cannot_give():
 
     with pytest.raises(errors.OptionError, match="'few' asks for 16 SMs"):
         df.compile(Block(), strategy=Share(), strict=True)(torch.randn(4, 5, 8))
+
+
+def test_a_copy_stays_a_copy_in_a_part_of_one_row():
+    def function(x):
+        h = x * 2
+        turned = h.t().contiguous()  # of one row: nothing to copy, says torch
+        turned.add_(100)
+        return h + 1, turned.t() * 1
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake")
+    for n in (4, 2):
+        x = torch.randn(n, 3)
+        same(fast(x), function(x), exact=True)
