@@ -31,6 +31,7 @@ from dynaflow.runtime import cuda, fake, threads
 from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import Binder, Bound, Program
 from dynaflow.runtime.ranks import agree
+from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
 from dynaflow.sources import ITEM, Sources, Unplannable
 from dynaflow.strategies import Sequential
@@ -226,11 +227,7 @@ class CapturedGraph:
         if plan.reason:
             return Planned(plan, context.looks, None)
         plan = finish_plan(self.flow, plan)
-        shared = next((s for s in plan.streams if s.sms is not None), None)
-        if shared is not None:
-            raise errors.OptionError(
-                f"stream '{shared.name}' asks for {shared.sms} SMs of its own, which this version cannot give.",
-                fix="leave sms out: the stream then shares all SMs")  # fmt: skip
+        check_shares(plan.streams, self.device)
         program = self.built.program
         binder = Binder(plan, Program(program.flow, program.units, program.layouts, planner.functions))
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),

@@ -238,7 +238,7 @@ class Stream:
     name: str
     # lower runs first, as in CUDA
     priority: int = 0
-    # how many SMs it gets for itself; None: all of them, shared
+    # how many SMs it gets for itself; None: it shares those that no other stream of the plan has for itself
     sms: int | None = None
 
 

@@ -14,9 +14,17 @@ import torch
 from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
+from dynaflow.runtime.sm_shares import split_streams
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
 _lock = threading.Lock()
+
+
+def side_streams(device: torch.device, streams: tuple[Stream, ...]) -> list[torch.cuda.Stream]:
+    if any(s.sms is not None for s in streams):
+        shares = split_streams(streams, device)
+        return [shares[s.name] for s in streams]
+    return [side_stream(device, s) for s in streams]
 
 
 def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
@@ -32,7 +40,7 @@ def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
 
 def issue(bound: Bound, run: Run, device: torch.device) -> None:
     caller = torch.cuda.current_stream(device)
-    streams = [caller, *(side_stream(device, s) for s in bound.streams)]
+    streams = [caller, *side_streams(device, bound.streams)]
     events: dict[str, torch.cuda.Event] = {}
     timed: list[tuple[Any, Any, Any]] = []
     current = 0

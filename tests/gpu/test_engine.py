@@ -159,17 +159,64 @@ def test_an_error_in_a_launch_leaves_the_engine_right():
     assert torch.equal(fast(good), function(good))
 
 
-def test_rejects_a_share_of_the_sms_that_it_cannot_give():
-    class Share(df.Strategy):
-        def schedule(self, flow):
-            flow.stream("few", sms=16)
-            while ready := flow.get_ready_ops():
-                flow.execute(ready[0], stream="few")
+class Shares(df.Strategy):
+    """`here` on a few SMs of its own, everything else on the rest."""
 
-    fast = df.compile(Net().to(DEVICE), strategy=Share(), strict=True)
+    def __init__(self, sms):
+        self.sms = sms
+
+    def schedule(self, flow):
+        flow.stream("few", sms=self.sms)
+        while ready := flow.get_ready_ops():
+            flow.execute(ready[0], stream="few" if "here" in ready[0].name else "rest")
+
+
+WHICH_SM = """
+extern "C" __global__ void which_sm(int* out, int cycles) {
+    unsigned id;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+    long long start = clock64();
+    while (clock64() - start < cycles) {}
+    if (threadIdx.x == 0) out[blockIdx.x] = id;
+}
+"""
+
+
+def test_streams_with_a_share_run_on_disjoint_sms():
+    kernel = torch.cuda._compile_kernel(WHICH_SM, "which_sm")
+
+    @torch.library.custom_op("dynaflow_gpu::which_sm", mutates_args=())
+    def which_sm(x: torch.Tensor) -> torch.Tensor:
+        out = torch.full((x.shape[0],), -1, dtype=torch.int32, device=x.device)
+        kernel(grid=(x.shape[0], 1, 1), block=(1024, 1, 1), args=(out, 100_000))
+        return out
+
+    which_sm.register_fake(lambda x: x.new_empty((x.shape[0],), dtype=torch.int32))
+
+    class Probe(nn.Module):
+        def forward(self, x):
+            return torch.ops.dynaflow_gpu.which_sm(x)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.here, self.there = Probe(), Probe()
+
+        def forward(self, x):
+            return self.here(x), self.there(x)
+
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    rules = [df.SplitModule("here"), df.SplitModule("there")]
+    fast = df.compile(Two(), strategy=Shares(16), partition=rules, strict=True)
+    here, there = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
+    print(f"few: {len(here)} SMs, rest: {len(there)} SMs, of {total}")
+    assert len(here) == 16 and not here & there and len(there) > total // 2 and -1 not in here | there
+
+
+def test_rejects_shares_that_do_not_fit():
     x = torch.randn(8, 512, device=DEVICE)
-    with pytest.raises(errors.OptionError, match="16 SMs"):
-        fast(x, torch.zeros_like(x))
+    with pytest.raises(errors.OptionError, match="do not fit into"):
+        df.compile(nn.Sequential(nn.Linear(512, 512), nn.ReLU()).to(DEVICE), strategy=Shares(10_000), strict=True)(x)
 
 
 def test_an_emulated_collective_is_hidden_behind_compute():
