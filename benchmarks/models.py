@@ -231,11 +231,15 @@ def markdown(rows: Sequence[Row], generations: Sequence[Generation], made_by: st
     lines = [
         "# Models",
         "",
-        f"Made by `{made_by}` on {where}. Unmodified models of transformers and timm, small, with random weights,",
-        f"at batch sizes {', '.join(map(str, batches))}. Do not edit.",
+        f"Made by `{made_by}` on {where}. Do not edit.",
+        "",
+        f"Unmodified models of transformers and timm, small, with random weights, at batch sizes {', '.join(map(str, batches))}.",
         "",
         "- **ok**: at every batch size the error against float64 is at most twice eager's own (floor: "
         f"{FLOOR_ULP} units in the last place of the largest output) and the result is bit-equal to the same plan on one stream.",
+        "- **sequential**: the captured graph as it is. **2-way**: `TwoBatch`. **3-way**: half, three tenths and a fifth of the batch, "
+        "a stream for each. **branches**: independent ops of the whole batch on two streams.",
+        "- **unsplittable**: ops that run over the whole batch, because they mix it or do not depend on it.",
         "- **captures**: graphs captured over all batch sizes, the most of any strategy.",
         "- **parts**: launches on a proper part of the batch, 2-way / 3-way.",
         "- **error**: the worst error over all strategies and batch sizes, in units of eager's own.",
@@ -259,7 +263,7 @@ def markdown(rows: Sequence[Row], generations: Sequence[Generation], made_by: st
         for c in row.cases:
             if c.fallback and row.strategy != "sequential":
                 fallbacks.setdefault(f"{row.strategy}, b={c.batch}: {c.fallback}", set()).add(row.model)
-    lines += ["", "## Fallbacks", "", "Calls that ran the sequential plan, and why.", ""]
+    lines += ["", "## Fallbacks", "", "Calls that ran the sequential graph, and why.", ""]
     lines += [f"- {reason}: {_names(models, by_model)}" for reason, models in sorted(fallbacks.items())] or ["- none"]
     if generations:
         lines += ["", "## generate()", ""]

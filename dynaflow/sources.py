@@ -221,7 +221,7 @@ def expression(size: Any) -> str:
     if isinstance(size, (int, float)):
         return str(size)
     text = _PRINTER.doprint(sympy.sympify(size.node.expr))
-    names = set(re.findall(r"[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
+    names = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
     if not _ALLOWED.fullmatch(text) or names - {"max", "min"}:
         raise Unplannable(f"a size cannot be computed ahead of the call: {text}.", why="it is not an expression over input sizes")
     return text

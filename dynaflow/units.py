@@ -115,8 +115,9 @@ class _UnitGraph:
     def _size(self, size: Any) -> Any:
         if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return size
-        text = expression(size)
-        return int(text) if text.isdigit() else self._placeholder(Expr(text))
+        if size.node.expr.is_number:
+            return size.node.pytype(size.node.expr)
+        return self._placeholder(Expr(expression(size)))
 
     def _placeholder(self, arg: str | Expr) -> fx.Node:
         if arg not in self.args:

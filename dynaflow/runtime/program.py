@@ -111,8 +111,8 @@ class Bound:
     placed: tuple[tuple[int, str, int, tuple[int, ...], tuple[int, ...]], ...]
     # (index, name, axis, start, length) of parts of inputs; axis -1: the whole input
     given: tuple[tuple[int, str, int, int, int], ...]
-    # outputs the engine allocates per call: (name, elements, shape, stride)
-    outputs: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...]
+    # outputs the engine allocates per call: (name, shape, stride)
+    outputs: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     num_launches: int
     num_part_launches: int
 
@@ -128,13 +128,11 @@ class Bound:
             table[i] = inputs[name] if axis < 0 else inputs[name].narrow(axis, start, length)
         flats: dict[Any, torch.Tensor] = {}
         outputs: dict[str, torch.Tensor] = {}
-        for name, numel, shape, stride in self.outputs:
+        for name, shape, stride in self.outputs:
             layout = layouts[name]
-            flat = torch.empty(numel, dtype=layout.dtype, device=layout.device)
-            if poison and numel:
-                flat.view(torch.uint8).fill_(0xFF)
-            flats[name] = flat
-            outputs[name] = torch.as_strided(flat, shape, stride)
+            output = outputs[name] = flats[name] = torch.empty_strided(shape, stride, dtype=layout.dtype, device=layout.device)
+            if poison:
+                output.fill_(float("nan") if output.is_floating_point() or output.is_complex() else -1)
         for i, name, offset, shape, stride in self.placed:
             flat = flats[name] if name in flats else self._arena(layouts[name], flats, poison)
             table[i] = torch.as_strided(flat, shape, stride, offset)
@@ -270,7 +268,7 @@ class Binder:
                 rows = f" + _lo{k} * (({value.shape[value.axis]}) // _batch) * ({layout.stride[value.axis]})"
             placed.append(f"({i}, {view.value!r}, {base}{rows}, {shape}, {stride})")
             if value.role == "output" and view.part.is_whole:
-                outputs.append(f"({view.value!r}, ({value.nbytes}) // {itemsize}, {shape}, {stride})")
+                outputs.append(f"({view.value!r}, {shape}, {stride})")
         relaid = [_tuple(in_part(e, at[view.part]) for e in expected) for view, expected in self._relaid]
         sizes = [in_part(text, at[part]) for text, part in self._exprs]
         for name, entries in (("placed", placed), ("given", given), ("outputs", outputs), ("relaid", relaid), ("sizes", sizes)):

@@ -214,6 +214,17 @@ def test_outputs_belong_to_the_caller():
     assert all(torch.equal(r, k) for r, k in zip(results, kept))
 
 
+def test_outputs_are_tensors_of_their_own():
+    fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
+    y = fast(torch.randn(4, 5, 8))["y"]
+    assert y._base is None and y.storage_offset() == 0
+    with torch.enable_grad():
+        weight = torch.ones(8, requires_grad=True)
+        y[0] = weight  # what eager allows, for a result that is no view
+        y.sum().backward()
+    assert torch.equal(weight.grad, torch.full((8,), 5.0))
+
+
 def test_an_output_that_is_an_input_or_a_view_of_one():
     def function(x):
         x.mul_(2)
@@ -435,6 +446,16 @@ def test_torch_compile_finds_the_backend():
     before = df.stats().num_part_launches
     fast = torch.compile(model, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
     same(fast(x)["y"], model(x)["y"])
+    assert df.stats().num_part_launches > before
+
+
+def test_python_floats_may_become_symbols():
+    norm = nn.LayerNorm(8, eps=1e-5)
+    before = df.stats().num_part_launches
+    fast = torch.compile(lambda x, f: norm(x) * f, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
+    for n, f in ((4, 0.5), (6, 0.25), (6, 2.0)):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(fast(x, f), norm(x) * f)
     assert df.stats().num_part_launches > before
 
 

@@ -160,7 +160,7 @@ def test_an_error_in_a_launch_leaves_the_engine_right():
 
 
 class Shares(df.Strategy):
-    """`here` on a few SMs of its own, everything else on the rest."""
+    """`near` on a few SMs of its own, everything else on the rest."""
 
     def __init__(self, sms):
         self.sms = sms
@@ -168,7 +168,7 @@ class Shares(df.Strategy):
     def schedule(self, flow):
         flow.stream("few", sms=self.sms)
         while ready := flow.get_ready_ops():
-            flow.execute(ready[0], stream="few" if "here" in ready[0].name else "rest")
+            flow.execute(ready[0], stream="few" if ready[0].name == "near" else "rest")
 
 
 WHICH_SM = """
@@ -200,23 +200,26 @@ def test_streams_with_a_share_run_on_disjoint_sms():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.here, self.there = Probe(), Probe()
+            self.near, self.far = Probe(), Probe()
 
         def forward(self, x):
-            return self.here(x), self.there(x)
+            return self.near(x), self.far(x)
 
     total = torch.cuda.get_device_properties(0).multi_processor_count
-    rules = [df.SplitModule("here"), df.SplitModule("there")]
+    rules = [df.SplitModule("near"), df.SplitModule("far")]
     fast = df.compile(Two(), strategy=Shares(16), partition=rules, strict=True)
-    here, there = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
-    print(f"few: {len(here)} SMs, rest: {len(there)} SMs, of {total}")
-    assert len(here) == 16 and not here & there and len(there) > total // 2 and -1 not in here | there
+    near, far = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
+    print(f"few: {len(near)} SMs, rest: {len(far)} SMs, of {total}")
+    assert len(near) == 16 and not near & far and len(far) > total // 2 and -1 not in near | far
 
 
 def test_rejects_shares_that_do_not_fit():
     x = torch.randn(8, 512, device=DEVICE)
     with pytest.raises(errors.OptionError, match="do not fit into"):
-        df.compile(nn.Sequential(nn.Linear(512, 512), nn.ReLU()).to(DEVICE), strategy=Shares(10_000), strict=True)(x)
+        near = nn.ModuleDict({"near": nn.Linear(512, 512)}).to(DEVICE)["near"]
+        model = nn.Module()
+        model.near, model.forward = near, lambda x: near(x)
+        df.compile(model, strategy=Shares(10_000), partition=df.SplitModule("near"), strict=True)(x)
 
 
 def test_an_emulated_collective_is_hidden_behind_compute():
