@@ -6,6 +6,7 @@ with our backend: guards, graph breaks and Python side effects are Dynamo's.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -155,7 +156,7 @@ def compile(
     )
     compiled = Compiled(model, settings)
     if not isinstance(model, torch.nn.Module):
-        return functools.update_wrapper(compiled, model)
+        return functools.update_wrapper(compiled, model, updated=())
     return _twin(model, compiled)
 
 
@@ -167,13 +168,11 @@ def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
         return compiled(*args, **kwargs)
 
     def copy_of_the_model(self: Any, memo: Any) -> Any:
-        from copy import deepcopy
-
-        return deepcopy(model, memo)
+        return copy.deepcopy(model, memo)
 
     namespace = {
         "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce__": lambda self: model.__reduce__(),
+        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce_ex__": lambda self, protocol: model.__reduce_ex__(protocol),
     }  # fmt: skip
     twin: torch.nn.Module = object.__new__(type(cls.__name__, (cls,), namespace))
     object.__setattr__(twin, "__dict__", model.__dict__)
@@ -186,20 +185,34 @@ class Compiled:
     def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph):
         self.model, self.settings = model, settings
         self._call = torch.compile(_entry(model), backend=functools.partial(capture, settings=settings, graph=graph))
-        function = model.forward if isinstance(model, torch.nn.Module) else model
-        settings.parameters = tuple(inspect.signature(function).parameters)
+        try:
+            settings.parameters = tuple(inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters)
+        except (TypeError, ValueError):  # a builtin such as torch.sin: its arguments have no names
+            settings.parameters = ()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A compiled function in a class body is a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """As for functions and methods: a function is itself, a method of a copied object is compiled anew for the copy."""
+        model = copy.deepcopy(self.model, memo)
+        same = model is self.model or getattr(model, "__self__", self) is getattr(self.model, "__self__", None)
+        return self if same else Compiled(model, self.settings.fresh())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls_before = self.settings.stats.calls
+        if torch.compiler.is_dynamo_compiling():
+            return self.model(*args, **kwargs)  # part of the capture around it, and under its strategy
         if isinstance(self.settings.batch, Mapping):
             self.batch_dims(args, kwargs)  # raises what is wrong with it outside of Dynamo
         _listen()
-        token = ongoing.set(Ongoing(functools.partial(self.batch_dims, args, kwargs)))
+        call = Ongoing(functools.partial(self.batch_dims, args, kwargs))
+        token = ongoing.set(call)
         try:
             result = self._call(*args, **kwargs)
         finally:
             ongoing.reset(token)
-        if self.settings.stats.calls == calls_before:
+        if not call.num_graphs:
             self._nothing_captured()
         return result
 

@@ -105,12 +105,15 @@ class CapturedGraph:
         except errors.DynaFlowError as error:
             self.refusal = Fallback(str(error), error)
         except Exception as error:
-            log.exception("dynaflow failed to analyse a graph of %s", settings.name)
-            unplannable = Unplannable(f"the graph could not be analysed: {type(error).__name__}: {error}", fix="report this: it is our bug")
-            unplannable.__cause__ = error
-            self.refusal = Fallback(str(unplannable), unplannable)
+            self.refusal = self._our_bug("analysed", error)
         settings.graphs.append(self)
         settings.count(captures=1)
+
+    def _our_bug(self, what: str, error: Exception) -> Fallback:
+        log.exception("dynaflow: a graph of %s could not be %s", self.settings.name, what)
+        unplannable = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
+        unplannable.__cause__ = error
+        return Fallback(str(unplannable), unplannable)
 
     # -- 1. capture
 
@@ -141,6 +144,8 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Any:
         result = self._call(*args)
         call = ongoing.get()
+        if call is not None:
+            call.num_graphs += 1
         if call is not None and self.refusal is None:
             # A later graph of the same call may take these as inputs, and be captured: it must know where the batch is.
             for output, axis in zip(result, self._output_axes):
@@ -184,6 +189,10 @@ class CapturedGraph:
                     if self.settings.strict:
                         raise
                     self._bound[key] = Fallback(str(error), error)
+                except Exception as error:
+                    if self.settings.strict:
+                        raise
+                    self._bound[key] = self._our_bug("planned", error)
             return self._bound[key]
 
     def _bind(self, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:

@@ -12,6 +12,7 @@ from dynaflow.context import current_tags
 from dynaflow.engine import CapturedGraph, finish_plan
 from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
+from dynaflow.ongoing import ongoing
 from dynaflow.planner import sequential_plan
 from dynaflow.settings import read_settings
 from dynaflow.verify import verify
@@ -112,6 +113,8 @@ class InspectedGraph(CapturedGraph):
 
     def __call__(self, *args: Any) -> Any:
         self.settings.count(calls=1)
+        if (call := ongoing.get()) is not None:
+            call.num_graphs += 1
         if self.refusal is not None:
             raise self.refusal.error or AssertionError(self.refusal.reason)
         self.inspect(args, dict(zip(self.flow.symbols, self.read_sizes(args))))

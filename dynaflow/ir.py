@@ -12,6 +12,7 @@ Nothing here imports torch. `dynaflow.text` prints plans and parses them back.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import gcd
@@ -341,7 +342,9 @@ class Plan:
 
 # ---------------------------------------------------------------------------- sizes
 
-_SIZE_FUNCTIONS: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min, "Max": max, "Min": min}
+# what a size expression may call
+SIZE_FUNCTIONS: dict[str, Any] = {"max": max, "min": min, "abs": abs, "int": int, "float": float, "sqrt": math.sqrt}
+_SCOPE: dict[str, Any] = {"__builtins__": {}, **SIZE_FUNCTIONS}
 
 
 @lru_cache(maxsize=65536)
@@ -353,7 +356,7 @@ def evaluate(expression: str, sizes: Mapping[str, Any]) -> Any:
     """The number that a size expression means under `sizes`. Expressions are Python over the flow's symbols."""
     if expression.isdigit():
         return int(expression)
-    return eval(_code(expression), _SIZE_FUNCTIONS, sizes)  # noqa: S307 (expressions are ours, printed from shapes)
+    return eval(_code(expression), _SCOPE, sizes)  # noqa: S307 (expressions are ours, printed from shapes)
 
 
 def tiles(parts: Iterable[Part]) -> bool:

@@ -16,6 +16,8 @@ class Ongoing:
         self._find: Callable[[], list[tuple[torch.Tensor, int]]] | None = find
         self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._num_marked = 0
+        # captured graphs that ran in this call
+        self.num_graphs = 0
 
     def add(self, tensor: torch.Tensor, dim: int) -> None:
         self._dims.append((weakref.ref(tensor), dim))

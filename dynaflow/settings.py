@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
 from dynaflow import strategies
@@ -42,6 +42,7 @@ class Stats:
 
 
 TOTAL = Stats()
+_counting = threading.Lock()
 
 
 @dataclass
@@ -61,15 +62,21 @@ class Settings:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, **amounts: int) -> None:
-        for stats in (self.stats, TOTAL):
-            for name, amount in amounts.items():
-                setattr(stats, name, getattr(stats, name) + amount)
+        with _counting:
+            for stats in (self.stats, TOTAL):
+                for name, amount in amounts.items():
+                    setattr(stats, name, getattr(stats, name) + amount)
 
     def count_fallback(self, reason: str) -> bool:
         """Returns whether it is the first of its kind."""
-        self.stats.fallbacks[reason] += 1
-        TOTAL.fallbacks[reason] += 1
-        return self.stats.fallbacks[reason] == 1
+        with _counting:
+            self.stats.fallbacks[reason] += 1
+            TOTAL.fallbacks[reason] += 1
+            return self.stats.fallbacks[reason] == 1
+
+    def fresh(self) -> Settings:
+        """The same wishes for another model."""
+        return replace(self, stats=Stats(), graphs=[], lock=threading.RLock())
 
 
 def read_strategy(strategy: Any) -> Strategy:

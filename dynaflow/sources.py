@@ -18,6 +18,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from dynaflow.batching import Facts
 from dynaflow.errors import DynaFlowError
+from dynaflow.ir import SIZE_FUNCTIONS
 
 
 class Unplannable(DynaFlowError):
@@ -220,9 +221,9 @@ def expression(size: Any) -> str:
     """A size as Python text over the graph's symbols."""
     if isinstance(size, (int, float)):
         return str(size)
-    text = _PRINTER.doprint(sympy.sympify(size.node.expr))
+    text = _PRINTER.doprint(sympy.sympify(size.node.expr)).replace("torch._sym_sqrt", "sqrt").replace("math.sqrt", "sqrt")
     names = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
-    if not _ALLOWED.fullmatch(text) or names - {"max", "min"}:
+    if not _ALLOWED.fullmatch(text) or names - set(SIZE_FUNCTIONS):
         raise Unplannable(f"a size cannot be computed ahead of the call: {text}.", why="it is not an expression over input sizes")
     return text
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from dynaflow.batching import Facts
 from dynaflow.errors import PartitionError
-from dynaflow.ir import Flow, Op, Value
+from dynaflow.ir import SIZE_FUNCTIONS, Flow, Op, Value
 from dynaflow.runtime.program import Expr, Layout, Program, Unit
 from dynaflow.sources import ENTER, EXIT, ITEM, Key, Sources, Unplannable, clean_name, expression, hint, leaves, symbols_in
 
@@ -190,8 +190,8 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
     sizes = _size_sources(placeholders, facts)
     needed = set().union(*(symbols_in(facts.fake[n]) for n in placeholders), set())
     for unit in (*graphs, epilogue):
-        needed.update(name for arg in unit.args if isinstance(arg, Expr) for name in re.findall(r"[A-Za-z_]\w*", arg.text))
-    all_symbols = sorted(needed - {"max", "min"})
+        needed.update(name for arg in unit.args if isinstance(arg, Expr) for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*", arg.text))
+    all_symbols = sorted(needed - set(SIZE_FUNCTIONS))
     for symbol in all_symbols:
         if symbol not in sizes:
             raise Unplannable(f"the number {symbol} cannot be read from the inputs.", why="it is computed inside the graph")

@@ -119,7 +119,7 @@ class Ambient:
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.threads = torch.get_num_threads()
+        self.num_threads = torch.get_num_threads()
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow import errors
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Part, Plan, Record, covers
+from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers
 from dynaflow.memory import Memory, bind_memory
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
@@ -91,7 +91,12 @@ class Call:
 
 
 def _relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    """A copy with the given strides; expanded dims (stride 0) stay expanded."""
+    if tensor.stride() == stride:
+        return tensor
+    shape = [1 if step == 0 else size for size, step in zip(tensor.shape, stride)]
+    small = tensor.as_strided(shape, tensor.stride(), tensor.storage_offset())
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(small).expand(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,8 @@ class Binder:
         lines = [f"def bind({', '.join((*symbols, '_batch', '_offset'))}):"]
         for k, part in enumerate(parts):
             lines.append(f"  _lo{k}, _hi{k} = _batch * {part.lo} // {part.of}, _batch * {part.hi} // {part.of}")
-            lines.append(f"  if _hi{k} <= _lo{k} and _batch: raise _Empty({k})")
+            if not part.is_whole:
+                lines.append(f"  if _hi{k} <= _lo{k}: raise _Empty({k})")
         at = {part: k for k, part in enumerate(parts)}
 
         def in_part(expression: str, k: int) -> str:
@@ -274,7 +280,7 @@ class Binder:
         for name, entries in (("placed", placed), ("given", given), ("outputs", outputs), ("relaid", relaid), ("sizes", sizes)):
             lines.append(f"  _{name} = {_tuple(entries)}")
         lines.append("  return _placed, _given, _outputs, _relaid, _sizes")
-        scope: dict[str, Any] = {"max": max, "min": min, "Max": max, "Min": min, "_Empty": _Empty}
+        scope: dict[str, Any] = {**SIZE_FUNCTIONS, "_Empty": _Empty}
         exec("\n".join(lines), scope)  # noqa: S102 (generated from our own records)
         self._parts = parts
         return scope["bind"]

@@ -1,14 +1,17 @@
 """CPU lanes: each stream is a worker thread, so that a machine without a GPU sees real overlap.
 
 The workers live as long as the process and are shared by all calls. A call's instructions are put on all lanes at once (one
-lock), so that every lane sees the calls in the same order and two calls in flight cannot wait for each other in a circle.
+lock), so that every lane sees the calls in the same order and two calls in flight cannot wait for each other in a circle. A call
+made from inside a launch runs where it is: the lanes may be waiting for that launch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from contextvars import Context, copy_context
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -17,10 +20,11 @@ from dynaflow.runtime.program import LAUNCH, RECORD, Bound, Instruction
 
 _lanes: dict[int, SimpleQueue[Any]] = {}
 _posting = threading.Lock()
+_here = threading.local()
 
 
 def issue(bound: Bound, run: Run) -> None:
-    if run.part_contexts:
+    if run.part_contexts or getattr(_here, "is_launching", False):
         # Engines keep per-part state in globals: all launches under part contexts come from one thread, in host order.
         for code, _, what in bound.instructions:
             if code == LAUNCH:
@@ -30,25 +34,36 @@ def issue(bound: Bound, run: Run) -> None:
     for instruction in bound.instructions:
         work[instruction.stream].append(instruction)
     events = {what: threading.Event() for code, _, what in bound.instructions if code == RECORD}
-    ambient = Ambient()
     finished = [threading.Event() for _ in work]
 
     def follow(s: int) -> None:
-        for code, _, what in work[s]:
-            if code == LAUNCH:
-                run.launch(what)
-            elif code == RECORD:
-                events[what].set()
-            else:
-                events[what].wait()
-        finished[s].set()
+        _here.is_launching = True
+        try:
+            for code, _, what in work[s]:
+                if code == LAUNCH:
+                    run.launch(what)
+                elif code == RECORD:
+                    events[what].set()
+                else:
+                    events[what].wait()
+        finally:
+            _here.is_launching = False
+            finished[s].set()
 
+    ambient = Ambient()
     with _posting:
         for s in range(1, len(work)):
-            _lane(s).put((follow, s, ambient))
-    follow(0)
-    for s in range(1, len(work)):
-        finished[s].wait()
+            _lane(s).put((follow, s, ambient, copy_context()))
+    try:
+        follow(0)
+        for done in finished[1:]:
+            done.wait()
+    except BaseException as error:  # Ctrl-C while waiting: let the lanes run empty before the caller goes on
+        run.error = run.error or error
+        for event in events.values():
+            event.set()
+        for done in finished[1:]:
+            done.wait()
     run.close()
 
 
@@ -61,12 +76,23 @@ def _lane(s: int) -> SimpleQueue[Any]:
 
 
 def _serve(queue: SimpleQueue[Any]) -> None:
-    num_threads = None
     while True:
-        follow, s, ambient = queue.get()
-        if num_threads != ambient.threads:
-            # Kernels choose their blocking by the number of threads: bit-equality needs the caller's number here too.
-            num_threads = ambient.threads
-            torch.set_num_threads(num_threads)
-        with ambient.enter():
-            follow(s)
+        _follow(*queue.get())  # in a frame of its own: an idle lane must not keep a call's tensors alive
+
+
+def _follow(follow: Callable[[int], None], s: int, ambient: Ambient, context: Context) -> None:
+    if torch.get_num_threads() != ambient.num_threads:
+        # Kernels choose their blocking by the number of threads: bit-equality needs the caller's number here too.
+        torch.set_num_threads(ambient.num_threads)
+    with ambient.enter():
+        context.run(follow, s)
+
+
+def _forget_lanes() -> None:
+    """A forked child has the queues but not the threads."""
+    global _posting
+    _lanes.clear()
+    _posting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lanes)

@@ -71,22 +71,6 @@ def test_results_state_and_captures(strategy, runtime):
     same(fast(x), df.run_serialised(fast, x), exact=True)
 
 
-def test_one_capture_serves_batch_one_too_unless_the_model_asks():
-    fast = df.compile(Block(), strategy=df.Branches())
-    for batch_size in (1, 8, 2):
-        fast(torch.randn(batch_size, 5, 8))
-    assert df.stats(fast).captures == 1
-
-    def asks(x):
-        return x * 2 if x.shape[0] == 1 else x * 3
-
-    fast = df.compile(asks, strategy=df.Branches())
-    for batch_size in (8, 1, 2, 17, 1):
-        x = torch.randn(batch_size, 3)
-        assert torch.equal(fast(x), asks(x))
-    assert df.stats(fast).captures == 2
-
-
 def test_functions_pytrees_and_non_tensor_arguments():
     def function(pair, table, flag, factor):
         a, (b,) = pair
@@ -104,73 +88,6 @@ def test_functions_pytrees_and_non_tensor_arguments():
         assert got[1:] == ("label", 2)
         same(got[0], wanted[0], exact=True)
     assert fast.__name__ == "function"
-
-
-def test_graph_breaks():
-    def breaks(x):
-        y = x.sin()
-        torch._dynamo.graph_break()
-        return y.cos() + x
-
-    fast = df.compile(breaks, strategy=df.TwoBatch(), strict=True)
-    for n in (4, 6):
-        x = torch.randn(n, 3)
-        assert torch.equal(fast(x), breaks(x))
-    assert df.stats(fast).captures == 2 and df.stats(fast).num_part_launches > 0
-
-
-def test_the_module_is_still_itself():
-    model = Block()
-    seen = []
-    model.register_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
-    fast = df.compile(model, strategy=df.TwoBatch())
-    assert isinstance(fast, Block) and isinstance(fast, nn.Module)
-    assert fast.state_dict().keys() == model.state_dict().keys() and fast.a is model.a
-    x = torch.randn(4, 5, 8)
-    fast(x)
-    assert seen == ["Block"], "forward hooks run"
-    before = fast(x)["y"]
-    model.load_state_dict({k: v * 2 if v.is_floating_point() else v for k, v in model.state_dict().items()})
-    after = fast(x)["y"]
-    same(after, model(x)["y"])
-    assert not torch.allclose(before, after)
-    fast.double()
-    assert fast(x.double())["y"].dtype == torch.float64
-    fast.note = "kept"
-    assert model.note == "kept"
-    assert type(copy.deepcopy(fast)) is Block
-    assert fast.eval() is fast and not model.training
-
-
-def test_a_parameter_may_be_replaced_after_compiling():
-    model = Block()
-    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
-    x = torch.randn(4, 5, 8)
-    fast(x)
-    model.c = nn.Linear(16, 8)
-    same(fast(x)["y"], model(x)["y"])
-
-
-def test_a_compiled_method_serves_the_whole_object():
-    model = Block()
-    model.forward = df.compile(model.forward, strategy=df.TwoBatch(), strict=True)
-    x = torch.randn(4, 5, 8)
-    same(model(x)["y"], Block.forward(model, x)["y"])
-
-
-def test_batch_dims():
-    def function(x, y):
-        return (x * 2).sum(0), y + 1
-
-    fast = df.compile(function, strategy=df.TwoBatch(), batch={"x": 1, "y": 0}, strict=True)
-    for n in (6, 9):
-        x, y = torch.randn(3, n), torch.randn(n, 2)
-        same(fast(x, y), function(x, y))
-    assert df.stats(fast).captures == 1 and df.stats(fast).num_part_launches > 0
-    with pytest.raises(errors.AmbiguousBatch, match="disagree"):
-        fast(torch.randn(3, 5), torch.randn(4, 2))
-    with pytest.raises(errors.AmbiguousBatch, match="candidates: x"):
-        df.compile(function, strategy=df.TwoBatch(), batch={"q": 0})(torch.randn(3, 5), torch.randn(4, 2))
 
 
 def test_a_batch_that_is_not_outermost_in_memory():
@@ -354,29 +271,6 @@ def test_sequential_and_auto_are_no_fallback():
         assert not df.stats(fast).fallbacks
 
 
-def test_one_plan_for_all_sizes_that_look_the_same():
-    runs = []
-
-    class Counted(df.Strategy):
-        def schedule(self, flow):
-            runs.append(flow.context.tags.get("phase"))
-            flow.split(2 if flow.context.batch_size < 8 else 4)
-            while ready := flow.get_ready_ops():
-                flow.execute(ready[0])
-
-    fast = df.compile(Block(), strategy=Counted(), strict=True)
-    for n in (4, 5, 6, 4, 5):
-        fast(torch.randn(n, 5, 8))
-    assert len(runs) == 1
-    fast(torch.randn(9, 5, 8))
-    assert len(runs) == 2
-    with df.context(phase="decode"):
-        fast(torch.randn(4, 5, 8))
-        fast(torch.randn(5, 5, 8))
-    assert runs[2:] == ["decode"]
-    assert df.stats(fast).captures == 1
-
-
 def test_an_error_in_a_launch_leaves_the_engine_right():
     @torch.library.custom_op("dynaflow_test::explode", mutates_args=())
     def explode(x: torch.Tensor) -> torch.Tensor:
@@ -436,43 +330,6 @@ def test_part_contexts():
     short = df.compile(function, strategy=df.NanoBatch(3), part_context=lambda parts: [])
     with pytest.raises(errors.OptionError, match="0 context managers for 3 parts"):
         short(torch.randn(6, 2))
-
-
-def test_torch_compile_finds_the_backend():
-    assert "dynaflow" in torch._dynamo.list_backends()
-    model = Block()
-    x = torch.randn(4, 5, 8)
-    same(torch.compile(model, backend="dynaflow")(x)["y"], model(x)["y"])
-    before = df.stats().num_part_launches
-    fast = torch.compile(model, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
-    same(fast(x)["y"], model(x)["y"])
-    assert df.stats().num_part_launches > before
-
-
-def test_python_floats_may_become_symbols():
-    norm = nn.LayerNorm(8, eps=1e-5)
-    before = df.stats().num_part_launches
-    fast = torch.compile(lambda x, f: norm(x) * f, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
-    for n, f in ((4, 0.5), (6, 0.25), (6, 2.0)):
-        x = torch.randn(n, 8)
-        torch.testing.assert_close(fast(x, f), norm(x) * f)
-    assert df.stats().num_part_launches > before
-
-
-def test_options_are_honoured_or_refused():
-    x = torch.randn(4, 3)
-    with pytest.raises(Exception, match="mode='max-autotune' is a mode of Inductor"):
-        torch.compile(torch.sin, backend="dynaflow", mode="max-autotune")(x)
-    with pytest.raises(Exception, match="unknown option 'stratgy'"):
-        torch.compile(torch.cos, backend="dynaflow", options={"stratgy": 1})(x)
-    with pytest.raises(errors.OptionError, match="unknown strategy 'fastest'"):
-        df.compile(torch.sin, strategy="fastest")
-    with pytest.raises(errors.OptionError, match="unknown runtime"):
-        df.compile(torch.sin, runtime="tpu")
-    with pytest.raises(errors.OptionError, match="is no strategy"):
-        df.compile(torch.sin, strategy=object())
-    with pytest.raises(TypeError, match="partitions"):
-        df.compile(torch.sin, partitions="auto")
 
 
 def test_random_ops_keep_their_order_and_are_not_split():
@@ -556,32 +413,6 @@ def test_profile_shows_the_launches():
     assert profiled.timeline.total_us > 0
 
 
-def test_a_recapture_for_another_reason_still_knows_the_batch():
-    def function(x, flag):
-        return x * 2 if flag else x.relu() * 3
-
-    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
-    for dtype in (torch.float32, torch.float64):
-        for flag in (True, False):
-            for n in (4, 6):
-                x = torch.randn(n, 3, dtype=dtype)
-                assert torch.equal(fast(x, flag), function(x, flag))
-    assert df.stats(fast).captures == 4
-    torch._dynamo.reset()
-    assert torch.equal(fast(x, True), function(x, True)), "also after Dynamo forgot everything"
-
-
-def test_two_batch_symbols_in_one_size_are_one_batch():
-    def function(x, mask):
-        return x * mask.view(x.shape[0], -1).float()
-
-    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
-    for n in (4, 6):
-        x, mask = torch.randn(n, 3), torch.ones(n, 3, dtype=torch.int64)
-        assert torch.equal(fast(x, mask), function(x, mask))
-    assert df.stats(fast).num_part_launches > 0
-
-
 def test_rejects_a_share_of_the_sms_that_it_cannot_give():
     class Share(df.Strategy):
         def schedule(self, flow):
@@ -604,3 +435,15 @@ def test_a_copy_stays_a_copy_in_a_part_of_one_row():
     for n in (4, 2):
         x = torch.randn(n, 3)
         same(fast(x), function(x), exact=True)
+
+
+def test_an_expanded_input():
+    fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(1, 5, 8).expand(6, 5, 8)
+    same(fast(x)["y"], Block.forward(fast, x)["y"])
+
+
+def test_a_batch_without_rows_falls_back():
+    fast = df.compile(torch.relu, strategy=df.TwoBatch(min_batch_size=0))
+    assert fast(torch.randn(0, 4)).shape == (0, 4)
+    assert any("has no row" in reason for reason in df.stats(fast).fallbacks)

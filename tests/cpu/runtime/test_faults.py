@@ -109,3 +109,79 @@ def test_the_same_plan_text_in_every_process():
         )
         texts.add(done.stdout)
     assert len(texts) == 1 and "launch a 0/2 @compute" in texts.pop()
+
+
+def test_a_compiled_call_inside_a_launch_runs_where_it_is():
+    inner = df.compile(torch.relu, strategy=df.TwoBatch(), strict=True)
+
+    @torch.library.custom_op("dynaflow_test::nested", mutates_args=())
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).clone()
+
+    nested.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.nested, df.rowwise)
+    outer = df.compile(lambda x: torch.ops.dynaflow_test.nested(x * 2) + 1, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(8, 3)
+    done = threading.Thread(target=lambda: results.append(outer(x)), daemon=True)
+    results = []
+    with torch.no_grad():
+        inner(x)
+        done.start()
+        done.join(60)
+    assert results and torch.equal(results[0], torch.relu(x * 2) + 1)
+
+
+def test_idle_lanes_keep_nothing_alive():
+    import gc
+    import weakref
+
+    fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="threads")
+    x = torch.randn(6, 4)
+    with torch.no_grad():
+        y = fast(x)
+    alive = weakref.ref(x), weakref.ref(y)
+    del x, y
+    gc.collect()
+    assert alive[0]() is None and alive[1]() is None
+
+
+def test_interrupted_while_waiting():
+    """Ctrl-C on the caller's thread while a lane works: the call ends with it, and the next one is right."""
+    import _thread
+    import time
+
+    def slow(x):
+        time.sleep(0.3)
+        return x + 1
+
+    op = torch.library.custom_op("dynaflow_test::slow", slow, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.slow, df.rowwise)
+    fast = df.compile(lambda x: torch.ops.dynaflow_test.slow(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="threads")
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        assert torch.equal(fast(x), (x + 1) * 2)
+        timer = threading.Timer(0.1, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            fast(x)
+        timer.join()
+        assert torch.equal(fast(x), (x + 1) * 2)
+
+
+def test_after_a_fork_the_child_has_lanes_of_its_own():
+    script = """
+import os, torch, dynaflow as df
+torch.set_grad_enabled(False)
+fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="threads")
+x = torch.randn(6, 4)
+wanted = fast(x)
+pid = os.fork()
+ok = torch.equal(fast(x), wanted)
+if pid == 0:
+    os._exit(0 if ok else 1)
+assert os.waitpid(pid, 0)[1] == 0 and ok
+print("both")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert done.stdout.strip() == "both", done.stderr
