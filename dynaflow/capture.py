@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
@@ -106,10 +107,11 @@ def _before_capture(_: Any) -> None:
     if call is None:
         return
     call.mark()
+    _undo.append(call.unmark)
     original = fake_impls.op_implementations_dict[_CONVOLUTION]
     fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
     _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
-    for name, value in (("backed_size_oblivious", True), ("use_duck_shape", False)):
+    for name, value in (("backed_size_oblivious", not call.is_static), ("use_duck_shape", False)):
         _undo.append(functools.partial(setattr, fx_config, name, getattr(fx_config, name)))
         setattr(fx_config, name, value)
 
@@ -160,6 +162,10 @@ def compile(
     return _twin(model, compiled)
 
 
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
+
+
 def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
     """An object of the model's class with the model's own __dict__, whose calls are compiled."""
     cls = type(model)
@@ -172,7 +178,7 @@ def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
 
     namespace = {
         "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce_ex__": lambda self, protocol: model.__reduce_ex__(protocol),
+        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce_ex__": lambda self, protocol: (_itself, (model,)),
     }  # fmt: skip
     twin: torch.nn.Module = object.__new__(type(cls.__name__, (cls,), namespace))
     object.__setattr__(twin, "__dict__", model.__dict__)
@@ -185,6 +191,7 @@ class Compiled:
     def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph):
         self.model, self.settings = model, settings
         self._call = torch.compile(_entry(model), backend=functools.partial(capture, settings=settings, graph=graph))
+        self._is_warm = False
         try:
             settings.parameters = tuple(inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters)
         except (TypeError, ValueError):  # a builtin such as torch.sin: its arguments have no names
@@ -203,18 +210,33 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self.model(*args, **kwargs)  # part of the capture around it, and under its strategy
-        if isinstance(self.settings.batch, Mapping):
-            self.batch_dims(args, kwargs)  # raises what is wrong with it outside of Dynamo
+        if self.settings.batch is not None:
+            self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
         call = Ongoing(functools.partial(self.batch_dims, args, kwargs))
-        token = ongoing.set(call)
         try:
-            result = self._call(*args, **kwargs)
-        finally:
-            ongoing.reset(token)
+            result = self._under(call, args, kwargs)
+        except TorchRuntimeError:
+            if call.num_graphs or not call.has_one_row():
+                raise
+            # A batch of 1 is captured like any other; a model that broadcasts it against something larger needs to see the 1.
+            call = Ongoing(functools.partial(self.batch_dims, args, kwargs), is_static=True)
+            result = self._under(call, args, kwargs)
         if not call.num_graphs:
             self._nothing_captured()
         return result
+
+    def _under(self, call: Ongoing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        token = ongoing.set(call)
+        try:
+            if self._is_warm:
+                return self._call(*args, **kwargs)
+            with self.settings.lock:  # threads that call first at the same time would each capture
+                result = self._call(*args, **kwargs)
+                self._is_warm = True
+                return result
+        finally:
+            ongoing.reset(token)
 
     def _nothing_captured(self) -> None:
         reason = "Dynamo ran this call without capturing a graph (its own warning says why; often the recompile limit)"
@@ -233,6 +255,10 @@ class Compiled:
             return [(t, named.get(id(t), -1)) for t in tensors]
         dim = 0 if batch is None else batch
         first = next((t for t in tensors if t.dim() > dim), None)
+        if first is None and batch is not None and tensors:
+            raise AmbiguousBatch(
+                f"batch={batch}, and no argument has a dim {batch}.", why=f"shapes: {', '.join(str(list(t.shape)) for t in tensors[:6])}",
+                fix="count dims from 0, or give a mapping from argument to dim")  # fmt: skip
         return [(t, dim if first is not None and t.dim() > dim and t.shape[dim] == first.shape[dim] else -1) for t in tensors]
 
     def _named_dims(self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:

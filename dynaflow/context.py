@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping
 
+from dynaflow.errors import OptionError
+
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
@@ -25,11 +27,22 @@ _tags: ContextVar[Mapping[str, Any]] = ContextVar("dynaflow_tags", default=Mappi
 @contextmanager
 def context(**tags: Any) -> Iterator[None]:
     """Tags for the calls inside: `with df.context(phase="decode"): fast(x)`. Strategies read them as `flow.context.tags`."""
+    for name, value in tags.items():
+        if not _is_plain(value):
+            raise OptionError(f"the tag {name} ({type(value).__name__}) cannot tell contexts apart.", fix="use strings, numbers or tuples")
     token = _tags.set({**_tags.get(), **tags})
     try:
         yield
     finally:
         _tags.reset(token)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        hash(value)
+        return type(value == value) is bool
+    except TypeError:
+        return False
 
 
 def current_tags() -> Mapping[str, Any]:

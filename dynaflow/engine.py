@@ -41,6 +41,9 @@ from dynaflow.verify import verify, verify_memory
 
 log = logging.getLogger("dynaflow")
 
+# bound plans that are kept per graph; the oldest goes first
+MAX_BOUND = 1024
+
 _serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
 
 
@@ -97,16 +100,20 @@ class CapturedGraph:
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], settings: Settings):
         self.gm, self.settings = gm, settings
         self.refusal: Fallback | None = None
+        # `with torch.enable_grad()` inside the model
+        self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
+        # tags that a plan looked at: others do not tell contexts apart
+        self._tags_read: tuple[str, ...] = ()
         self.plans: list[Planned] = []
         self._bound: dict[Any, Bound | Fallback] = {}
-        self._serial: dict[Any, Bound] = {}
+        # id of a plan (plans live as long as this) -> the binder of its serialised twin
+        self._serial: dict[int, Binder] = {}
         try:
             self._analyse(inputs, axes, symbols)
         except errors.DynaFlowError as error:
             self.refusal = Fallback(str(error), error)
         except Exception as error:
             self.refusal = self._our_bug("analysed", error)
-        settings.graphs.append(self)
         settings.count(captures=1)
 
     def _our_bug(self, what: str, error: Exception) -> Fallback:
@@ -155,45 +162,53 @@ class CapturedGraph:
 
     def _call(self, *args: Any) -> Any:
         self.settings.count(calls=1)
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        is_grad = torch.is_grad_enabled() or self._enables_grad
+        if is_grad and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._fall_back(Fallback("gradients are needed: the sequential graph runs under autograd"), args)
         if self.refusal is not None:
             return self._fall_back(self.refusal, args)
         sizes = self.read_sizes(args)
         tags = current_tags()
-        key = (sizes, tuple(tags.items())) if tags else sizes
-        bound = self._bound.get(key)
+        bound = self._bound.get(self._key(sizes, tags))
         if bound is None:
-            bound = self._prepare(key, sizes, tags, args)
+            bound = self._prepare(sizes, tags, args)
         if isinstance(bound, Fallback):
             if not is_profiling() or bound.error is not None:
                 return self._fall_back(bound, args)
+            self._note(bound)
             bound = self._sequential(sizes)
         elif self._mutated and not self._aliases_as_captured(args):
             return self._fall_back(Fallback("inputs share memory that were separate when the graph was captured"), args)
         elif _serialised.get():
-            bound = self._serial_bound(key, sizes)
+            bound = self._serial_bound(bound, sizes)
         return self._run(bound, args)
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
         return tuple([args[i] if d is None else args[i].item() if d == ITEM else args[i].shape[d] for i, d in self._order])
 
-    def _prepare(self, key: Any, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
+    def _key(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Any:
+        return (sizes, *[tags.get(name) for name in self._tags_read]) if self._tags_read else sizes
+
+    def _prepare(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         """What runs for sizes and tags that are seen for the first time."""
         with self.settings.lock:
-            if key not in self._bound:
+            bound = self._bound.get(self._key(sizes, tags))
+            if bound is None:
                 try:
-                    self._bound[key] = self._bind(sizes, tags, args)
+                    bound = self._bind(sizes, tags, args)
                 except errors.DynaFlowError as error:
                     if self.settings.strict:
                         raise
-                    self._bound[key] = Fallback(str(error), error)
+                    bound = Fallback(str(error), error)
                 except Exception as error:
                     if self.settings.strict:
                         raise
-                    self._bound[key] = self._our_bug("planned", error)
-            return self._bound[key]
+                    bound = self._our_bug("planned", error)
+                if len(self._bound) >= MAX_BOUND:
+                    self._bound.pop(next(iter(self._bound)))
+                self._bound[self._key(sizes, tags)] = bound
+            return bound
 
     def _bind(self, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         batch_sizes = {sizes[i] for i in self._batch_at}
@@ -206,6 +221,8 @@ class CapturedGraph:
         if planned is None:
             planned = self._plan_with_all_ranks(facts)
             self.plans.append(planned)
+            read = [look.name.removeprefix("tag.") for look in planned.looks if look.name.startswith("tag.")]
+            self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
         if planned.binder is None:
             return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
         bound = planned.binder.bind(dict(zip(self.flow.symbols, sizes)))
@@ -254,13 +271,11 @@ class CapturedGraph:
         agree(self.flow, planned.plan)
         return planned
 
-    def _serial_bound(self, key: Any, sizes: tuple[int, ...]) -> Bound:
+    def _serial_bound(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:
         with self.settings.lock:
-            if key not in self._serial:
-                bound = self._bound[key]
-                assert isinstance(bound, Bound)
-                self._serial[key] = Binder(bound.plan.serialised(), bound.program).bind(dict(zip(self.flow.symbols, sizes)))
-            return self._serial[key]
+            if id(bound.plan) not in self._serial:
+                self._serial[id(bound.plan)] = Binder(bound.plan.serialised(), bound.program)
+            return self._serial[id(bound.plan)].bind(dict(zip(self.flow.symbols, sizes)))
 
     def _sequential(self, sizes: tuple[int, ...]) -> Bound:
         """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""
@@ -313,11 +328,16 @@ class CapturedGraph:
     # -- 3. fall back
 
     def _fall_back(self, why: Fallback, args: Sequence[Any]) -> Any:
-        if not why.is_wanted:
-            if self.settings.strict:
-                raise why.error or errors.FellBack(
-                    f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",
-                    fix="strict=False runs the sequential graph instead, and counts it")  # fmt: skip
-            if self.settings.count_fallback(why.reason):
-                log.warning("%s falls back to the sequential graph: %s", self.settings.name, why.reason)
+        self._note(why)
         return self.gm(*args)
+
+    def _note(self, why: Fallback) -> None:
+        """Say it once, count it; raise it when strict."""
+        if why.is_wanted:
+            return
+        if self.settings.strict:
+            raise why.error or errors.FellBack(
+                f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",
+                fix="strict=False runs the sequential graph instead, and counts it")  # fmt: skip
+        if self.settings.count_fallback(why.reason):
+            log.warning("%s falls back to the sequential graph: %s", self.settings.name, why.reason)

@@ -109,6 +109,7 @@ class InspectedGraph(CapturedGraph):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.settings.graphs.append(self)
         self.explained: list[Explained] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -150,7 +151,8 @@ def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph:
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(name=name, strict=True, **options)
     args, kwargs = inputs
-    Compiled(model, settings, graph)(*args, **kwargs)
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        Compiled(model, settings, graph)(*args, **kwargs)
     return settings.graphs
 
 
@@ -165,7 +167,8 @@ def explain(
     model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None
 ) -> Explanation:
     """The partition, what each op reads, writes and mutates, what cannot be split and why, the plan, its waits, its memory against
-    the sequential plan's, and the verifier's verdict. Mistakes of the strategy are raised. Nothing of `model` is changed.
+    the sequential plan's, and the verifier's verdict. Mistakes of the strategy are raised. The model's Python code runs once, on the
+    given inputs; tensors that it changes (inputs, parameters, buffers) and the random state are put back.
 
     `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments.
     """

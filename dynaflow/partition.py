@@ -104,7 +104,7 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
             matched.add(rule)
         custom = (node.meta.get("custom") or {}).get(MARK)
         if custom:
-            name, _, kind = custom.partition("|")
+            name, _, kind = custom.rpartition("|")
             before = keys[nodes[position - 1]] if position else None
             if before is not None and before[0] == ("mark", custom) and _is_inside(module, before[1].module):
                 keys[node] = before
@@ -331,13 +331,13 @@ def _continues(before: Group, group: Group, sources: Sources, users: dict[fx.Nod
 def _name(groups: Iterable[Group]) -> None:
     taken: set[str] = set()
     for group in groups:
-        base = group.name or _function_name(group.nodes[0])
+        base = re.sub(r"[\s@,\[\]#]", "_", group.name or _function_name(group.nodes[0]))
         name, number = base, 0
         while name in taken:
             number += 1
             name = f"{base}.{number}"
         taken.add(name)
-        group.name = re.sub(r"[\s@,\[\]#]", "_", name)
+        group.name = name
 
 
 def _function_name(node: fx.Node) -> str:

@@ -333,7 +333,7 @@ class Planner:
     def _function(self, function: Callable[..., Any], where: str) -> str:
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
         name = name.replace("<locals>.", "").replace("<", "").replace(">", "")
-        if self.functions.setdefault(name, function) is not function:
+        if self.functions.setdefault(name, function) != function:
             raise errors.ReplacementMismatch(
                 f"two different replacement functions are both named {name}.", where=where,
                 why="a plan names functions by their qualified name", fix="give them different names")  # fmt: skip

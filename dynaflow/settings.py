@@ -57,7 +57,7 @@ class Settings:
     # names of the model's arguments, in order
     parameters: tuple[str, ...] = ()
     stats: Stats = field(default_factory=Stats)
-    # every captured graph, in order of capture
+    # graphs of df.explain and df.check, in order of capture
     graphs: list[Any] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -105,6 +105,9 @@ def read_settings(**options: Any) -> Settings:
     if settings.runtime.partition(":")[0] not in RUNTIMES:
         raise OptionError(
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
+    dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
+    if not all(type(d) is int and d >= 0 for d in dims):
+        raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
     return settings

@@ -34,6 +34,12 @@ ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._
 _IGNORED = {torch._C._set_grad_enabled, getattr(torch._C, "_log_api_usage_once", None)}
 
 
+# in-place ops that change a tensor's shape: what crosses a border afterwards would have the old one
+_RESHAPES = tuple(
+    f"aten.{name}_." for name in "t transpose squeeze unsqueeze swapaxes swapdims resize resize_as as_strided set".split()
+)
+
+
 def leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value)
 
@@ -74,6 +80,9 @@ class Sources:
             raise Unplannable(f"the graph holds a functorch transform ('{node}').", why="what is inside of it cannot be cut into ops")
         info, fake = self.facts.nodes[node], self.facts.fake[node]
         tensors = [x for x in leaves(fake) if isinstance(x, torch.Tensor)]
+        reshaped = next((call for call in info.calls if call.startswith(_RESHAPES)), "")
+        if reshaped:
+            raise Unplannable(f"'{node}' changes the shape of a tensor in place ({reshaped}).", fix="use the function that returns a view")
         if node.target is operator.getitem and isinstance(self.facts.fake[node.args[0]], (tuple, list)):  # type: ignore[index]
             return "project" if tensors else "size"
         if info.writes or info.uses or info.makes:

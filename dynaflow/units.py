@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynaflow.batching import Facts
 from dynaflow.errors import PartitionError
@@ -276,6 +277,8 @@ class _Values:
     def _make(self, key: Key) -> Value:
         sources, name = self.sources, self.names[key]
         fake, axis = sources.fake(key), sources.axis(key)
+        if is_traceable_wrapper_subclass(fake) or fake.is_quantized or fake.layout is not torch.strided:
+            raise Unplannable(f"{name} is a {type(fake).__name__} ({fake.layout}).", why="only plain strided tensors can be placed")
         shape = tuple(expression(d) for d in fake.shape)
         is_input = key[0].op == "placeholder"
         storage = sources.facts.storage(fake)

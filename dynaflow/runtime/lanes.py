@@ -21,8 +21,14 @@ from dynaflow.timeline import Span, Timeline
 class Profile:
     """Collects the timelines of the calls inside `df.profile()`; `timeline` is the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: Profile | None = None) -> None:
         self.timelines: list[Timeline] = []
+        self._outer = outer
+
+    def add(self, timeline: Timeline) -> None:
+        self.timelines.append(timeline)
+        if self._outer is not None:
+            self._outer.add(timeline)
 
     @property
     def timeline(self) -> Timeline:
@@ -41,7 +47,7 @@ def is_profiling() -> bool:
 @contextmanager
 def profile() -> Iterator[Profile]:
     """Measure the calls inside: `with df.profile() as p: fast(x)`, then `p.timeline`. CUDA calls are synchronised."""
-    holder = Profile()
+    holder = Profile(_profile.get())
     token = _profile.set(holder)
     try:
         yield holder
@@ -66,14 +72,21 @@ class Run:
         if self.error is not None:
             return
         begin = time.perf_counter()
+        failure: BaseException | None = None
         try:
             with self.context(call):
                 for name in call.mutates:
                     self.written.setdefault(name, []).append(call.label)
-                call(self.tensors)
+                try:
+                    call(self.tensors)
+                except BaseException as error:
+                    failure = error  # a part context may swallow it; the launch has failed all the same
+                    raise
         except BaseException as error:
-            error.add_note(self.story(call))
-            self.error = error
+            failure = failure or error
+        if failure is not None:
+            failure.add_note(self.story(call))
+            self.error = failure
         if self.profile is not None:
             end = time.perf_counter()
             self.span(call, (begin - self._t0) * 1e6, (end - self._t0) * 1e6)
@@ -109,7 +122,7 @@ class Run:
         """The end of the call: hand over the timeline, raise the first error."""
         if self.profile is not None and self.spans:
             spans = tuple(sorted(self.spans, key=lambda s: s.start_us))
-            self.profile.timelines.append(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
+            self.profile.add(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
         if self.error is not None:
             raise self.error
 

@@ -240,3 +240,43 @@ def test_counters_hold_under_threads():
     for w in workers:
         w.join(60)
     assert df.stats(fast).calls == df.stats(fast).planned_calls == 201
+
+
+def test_a_batch_of_one_that_is_broadcast():
+    fast = df.compile(lambda x, t: x + t, strategy=df.Branches(), strict=True)
+    t = torch.randn(8, 4)
+    x = torch.randn(1, 4)
+    assert torch.equal(fast(x, t), x + t)
+    x = torch.randn(8, 4)
+    assert torch.equal(fast(x, t), x + t)
+
+
+def test_the_callers_tensors_keep_no_marks():
+    x = torch.randn(4, 1, 3)
+    df.compile(torch.sin, strategy=df.TwoBatch(), strict=True)(x)
+    assert not any("dynamo" in name and "indices" in name for name in x.__dict__)
+
+
+def test_rejects_what_names_no_batch():
+    for batch in (-1, "x", 1.5, {"x": -1}, True):
+        with pytest.raises(errors.OptionError, match="names no dim"):
+            df.compile(torch.sin, batch=batch)
+    with pytest.raises(errors.AmbiguousBatch, match="no argument has a dim 5"):
+        df.compile(torch.sin, strategy=df.TwoBatch(), batch=5)(torch.randn(4, 3))
+
+
+def test_many_threads_may_call_first():
+    fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(4, 3)
+    results = []
+
+    def first():
+        with torch.no_grad():
+            results.append(fast(x))
+
+    workers = [threading.Thread(target=first) for _ in range(12)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(60)
+    assert len(results) == 12 and df.stats(fast).captures == 1

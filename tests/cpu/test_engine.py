@@ -447,3 +447,103 @@ def test_a_batch_without_rows_falls_back():
     fast = df.compile(torch.relu, strategy=df.TwoBatch(min_batch_size=0))
     assert fast(torch.randn(0, 4)).shape == (0, 4)
     assert any("has no row" in reason for reason in df.stats(fast).fallbacks)
+
+
+def test_what_cannot_be_placed_falls_back():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def turns(x):
+        h = x * 2
+        h.t_()
+        return torch.relu(h) + 1
+
+    fast = df.compile(turns, strategy=df.TwoBatch())
+    x = torch.randn(4, 4)
+    same(fast(x), turns(x), exact=True)
+    assert any("changes the shape of a tensor in place" in reason for reason in df.stats(fast).fallbacks)
+    fast = df.compile(lambda x: torch.relu(x) * 2, strategy=df.TwoBatch())
+    both = TwoTensor(torch.randn(4, 3), torch.randn(4, 3))
+    assert isinstance(fast(both), TwoTensor) and any("TwoTensor" in reason for reason in df.stats(fast).fallbacks)
+
+
+def test_gradients_that_the_model_turns_on_itself():
+    weight = torch.randn(3, requires_grad=True)
+
+    def function(x):
+        with torch.enable_grad():
+            y = x * weight
+        return y + 1
+
+    fast = df.compile(function, strategy=df.TwoBatch())
+    x = torch.randn(4, 3)
+    assert fast(x).requires_grad == function(x).requires_grad
+
+
+def test_a_part_context_cannot_swallow_an_error():
+    import contextlib
+
+    class Replaced(df.Strategy):
+        def schedule(self, flow):
+            flow.split(2)
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0])
+
+    @torch.library.custom_op("dynaflow_test::raises", mutates_args=())
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    raises.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.raises, df.rowwise)
+    fast = df.compile(
+        lambda x: torch.ops.dynaflow_test.raises(x) + 1, strategy=Replaced(), strict=True,
+        part_context=lambda parts: [contextlib.suppress(RuntimeError) for _ in parts],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="boom"):
+        fast(torch.randn(4, 3))
+
+
+def test_tags_must_tell_contexts_apart():
+    for value in ([1], {"a": 1}, torch.ones(2)):
+        with pytest.raises(errors.OptionError, match="the tag phase"), df.context(phase=value):
+            pass
+
+
+def test_only_tags_that_a_plan_read_make_new_bindings():
+    fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
+    for step in range(5):
+        with df.context(step=step):
+            fast(torch.randn(4, 5, 8))
+    assert df.stats(fast).binds == 1
+
+
+class Fused(df.Strategy):
+    """relu and sin of a part by one bound method."""
+
+    def __init__(self, scale):
+        self._scale = scale
+
+    def both(self, x):
+        return torch.sin(torch.relu(x)) * self._scale
+
+    def schedule(self, flow):
+        flow.split(2)
+        while ready := flow.get_ready_ops():
+            group = [ready[0], *ready[0].users][:2]
+            if [r.name for r in group] == ["relu", "sin"]:
+                flow.execute(group, replace=self.both)
+            else:
+                flow.execute(ready[0])
+
+
+def test_a_replacement_may_be_a_method_and_hold_parameters():
+    rules = [df.SplitFunc(torch.relu), df.SplitFunc(torch.sin)]
+    scale = torch.randn(3)
+    fast = df.compile(lambda x: torch.sin(torch.relu(x)) + 1, strategy=Fused(scale), partition=rules, strict=True)
+    x = torch.randn(6, 3)
+    same(fast(x), torch.sin(torch.relu(x)) * scale + 1)
+
+
+def test_explain_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    df.explain(lambda x: torch.rand_like(x) + x, torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), df.TwoBatch())
+    assert torch.equal(torch.get_rng_state(), before)
