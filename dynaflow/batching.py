@@ -38,6 +38,8 @@ __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 # higher-order ops that run their body as it is, and how many arguments stand between the body and what it is given
 _TRANSPARENT = {"wrap": 0, "wrap_activation_checkpoint": 0, "tag_activation_checkpoint": 0, "invoke_subgraph": 1}
 
+_DROPOUT = {torch.nn.functional.dropout, torch.dropout}
+
 # ops that ask for something other than data
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 
@@ -139,6 +141,8 @@ class _Walk(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _DROPOUT and args and not kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)):
+            return args[0]  # as the real one does; the decomposition that fakes go through makes a copy
         if _is_transparent(target):
             return args[0](*args[1 + _TRANSPARENT[target.name()] :])
         return super().call_function(target, args, kwargs)

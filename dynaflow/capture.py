@@ -149,7 +149,8 @@ def compile(
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
                   tensor argument that has the first one's size
     strict        raise instead of falling back to the sequential graph
-    runtime       "auto" (CUDA streams or CPU threads), "threads", "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
+    runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
+                  "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")

@@ -27,7 +27,7 @@ from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.replacement import check_replacement
-from dynaflow.runtime import cuda, fake, threads
+from dynaflow.runtime import cuda, fake, graphs, threads
 from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import Binder, Bound, Program
 from dynaflow.runtime.ranks import agree
@@ -102,6 +102,7 @@ class CapturedGraph:
         self.refusal: Fallback | None = None
         # `with torch.enable_grad()` inside the model
         self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
+        self._recordings: graphs.Recordings | None = None
         # tags that a plan looked at: others do not tell contexts apart
         self._tags_read: tuple[str, ...] = ()
         self.plans: list[Planned] = []
@@ -141,6 +142,9 @@ class CapturedGraph:
         self._output_axes = [self.facts.axis[a] if isinstance(a, fx.Node) else None for a in output.args[0]]
         devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
+        if self.settings.runtime == "graph":
+            record = graphs.record_cuda if self.device.type == "cuda" else graphs.record_nothing
+            self._recordings = graphs.Recordings(self.settings.name, record)
         num_whole = sum(bool(op.unsplittable) for op in flow.ops)
         self.settings.stats.num_ops, self.settings.stats.num_unsplittable = len(flow.ops), num_whole
         log.info("captured %s: %d nodes, %d ops (%d only over the whole batch) in %.0f ms", flow.label, len(self.gm.graph.nodes),
@@ -285,22 +289,28 @@ class CapturedGraph:
     def _run(self, bound: Bound, args: Sequence[Any]) -> Any:
         settings, built = self.settings, self.built
         values = {name: args[i] for i, name in self._names}
-        runtime, _, order = settings.runtime.partition(":")
+        outputs = None
         with torch.no_grad():
-            tensors, outputs = bound.tensors(values, poison=runtime == "fake")
-            run = Run(bound, tensors, self._part_contexts(bound))
-            if runtime == "fake":
-                fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
-            elif runtime == "serial":
-                fake.issue(bound, run)
-            elif self.device.type == "cuda" and runtime != "threads":
-                cuda.issue(bound, run, self.device)
-            else:
-                threads.issue(bound, run)
+            if self._recordings is not None and settings.part_context is None and not is_profiling():
+                outputs = self._recordings.run(bound, values, self._issue)
+            if outputs is None:
+                tensors, outputs = bound.tensors(values, poison=settings.runtime.startswith("fake"))
+                self._issue(bound, Run(bound, tensors, self._part_contexts(bound)))
             settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
             values.update(outputs)
             epilogue = built.epilogue
             return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, bound.sizes) for a in epilogue.args])
+
+    def _issue(self, bound: Bound, run: Run) -> None:
+        runtime, _, order = self.settings.runtime.partition(":")
+        if runtime == "fake":
+            fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
+        elif runtime == "serial":
+            fake.issue(bound, run)
+        elif self.device.type == "cuda" and runtime != "threads":
+            cuda.issue(bound, run, self.device)
+        else:
+            threads.issue(bound, run)
 
     def _part_contexts(self, bound: Bound) -> dict[Part, Any]:
         function = self.settings.part_context

@@ -16,7 +16,7 @@ _NAMED: dict[str, type[Strategy]] = {
     "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch,
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
-RUNTIMES = ("auto", "cuda", "threads", "serial", "fake")
+RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
 
 
 @dataclass

@@ -235,3 +235,72 @@ def test_an_emulated_collective_is_hidden_behind_compute():
     timeline = profiled.timeline
     print(f"comm busy {timeline.busy_us('comm'):.0f} us, hidden {timeline.hidden_share('comm'):.2f}, total {timeline.total_us:.0f} us")
     assert timeline.overlap_us() > 0 and timeline.hidden_share("comm") > 0.3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_recorded_plans_are_bit_equal_over_many_replays(strategy):
+    model = Net().to(DEVICE)
+    fast = df.compile(model, strategy=strategy, strict=True, runtime="graph")
+    caches = {n: torch.zeros(n, 512, device=DEVICE) for n in (64, 333)}
+    kept = []
+    for step in range(200):
+        n = (64, 333)[step % 2]
+        x, mine, theirs = torch.randn(n, 512, device=DEVICE), caches[n], caches[n].clone()
+        got = fast(x, mine)
+        wanted = df.run_serialised(fast, x, theirs)
+        assert all(torch.equal(g, w) for g, w in zip(got, wanted)) and torch.equal(mine, theirs)
+        kept.append((got[0], got[0].clone()))
+    assert all(torch.equal(a, b) for a, b in kept), "outputs of earlier replays are intact"
+
+
+def test_recorded_plans_from_two_threads():
+    fast = df.compile(Net().to(DEVICE), strategy=Scatter(), strict=True, runtime="graph")
+    cache = torch.zeros(64, 512, device=DEVICE)
+    for _ in range(3):
+        fast(torch.randn(64, 512, device=DEVICE), cache)
+    failures = []
+
+    def work(seed):
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(20):
+                x = torch.randn(64, 512, device=DEVICE)
+                got = fast(x, cache)[0]
+                wanted = df.run_serialised(fast, x, torch.zeros_like(x))[0]
+                if not torch.equal(got, wanted):
+                    failures.append(seed)
+            stream.synchronize()
+
+    workers = [threading.Thread(target=work, args=(s,)) for s in range(2)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(120)
+    assert not failures
+
+
+def test_what_waits_for_the_device_cannot_be_recorded(caplog):
+    @torch.library.custom_op("dynaflow_gpu::waits", mutates_args=())
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x + float(x.sum().item() * 0 + 1)
+
+    waits.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_gpu.waits, df.rowwise)
+    fast = df.compile(lambda x: torch.ops.dynaflow_gpu.waits(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    x = torch.randn(8, 4, device=DEVICE)
+    with caplog.at_level("WARNING", "dynaflow"):
+        for _ in range(4):
+            assert torch.equal(fast(x), (x + 1) * 2)
+    assert sum("cannot be recorded" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_shares_hold_inside_a_recording():
+    x = torch.randn(64, 512, device=DEVICE)
+    model = nn.Sequential()
+    model.near, model.far = nn.Linear(512, 512).to(DEVICE), nn.Linear(512, 512).to(DEVICE)
+    fast = df.compile(
+        lambda x: model.near(x) + model.far(x), strategy=Shares(16), strict=True, runtime="graph",
+        partition=[df.SplitModule("near"), df.SplitModule("far")],
+    )  # fmt: skip
+    for _ in range(4):
+        assert torch.equal(fast(x), df.run_serialised(fast, x))
