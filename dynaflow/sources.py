@@ -215,6 +215,7 @@ def _paths(tree: Any) -> Any:
 def clean_name(name: str) -> str:
     """`L['self']._modules['layers']._modules['0'].attn` -> `layers.0.attn`"""
     name = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
+    name = re.sub(r"^.*\.cell_contents\.?", "", name)  # a module that a function closes over
     name = re.sub(r"^[LG]\['[^']+'\]\.?", "", name)
     name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     return re.sub(r"[\s@,\[\]#]", "_", name).strip(".")

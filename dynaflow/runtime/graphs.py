@@ -39,8 +39,14 @@ def record_nothing(body: Callable[[], None]) -> Callable[[], None]:
 
 def record_cuda(body: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        body()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    spare = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+    except BaseException:
+        generator.graphsafe_set_state(spare)  # a capture that fails leaves its own state behind, which refuses to draw
+        raise
     return graph.replay
 
 

@@ -277,3 +277,8 @@ def test_a_functorch_transform_falls_back():
     x = torch.randn(6, 3)
     assert torch.equal(fast(x), rows(x))
     assert any("functorch" in reason for reason in df.stats(fast).fallbacks)
+
+
+def test_names_of_modules_that_a_function_closes_over():
+    net = Model(1)
+    assert "layers.0.mlp" in ops(lambda x: net(x) * 2, df.SplitModule("*.mlp"))

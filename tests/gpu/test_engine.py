@@ -159,6 +159,18 @@ def test_an_error_in_a_launch_leaves_the_engine_right():
     assert torch.equal(fast(good), function(good))
 
 
+NEAR_FAR = [df.SplitModule("near"), df.SplitModule("far")]
+
+
+class NearFar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(512, 512), nn.Linear(512, 512)
+
+    def forward(self, x):
+        return self.near(x) + self.far(x)
+
+
 class Shares(df.Strategy):
     """`near` on a few SMs of its own, everything else on the rest."""
 
@@ -206,8 +218,7 @@ def test_streams_with_a_share_run_on_disjoint_sms():
             return self.near(x), self.far(x)
 
     total = torch.cuda.get_device_properties(0).multi_processor_count
-    rules = [df.SplitModule("near"), df.SplitModule("far")]
-    fast = df.compile(Two(), strategy=Shares(16), partition=rules, strict=True)
+    fast = df.compile(Two(), strategy=Shares(16), partition=NEAR_FAR, strict=True)
     near, far = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
     print(f"few: {len(near)} SMs, rest: {len(far)} SMs, of {total}")
     assert len(near) == 16 and not near & far and len(far) > total // 2 and -1 not in near | far
@@ -216,10 +227,7 @@ def test_streams_with_a_share_run_on_disjoint_sms():
 def test_rejects_shares_that_do_not_fit():
     x = torch.randn(8, 512, device=DEVICE)
     with pytest.raises(errors.OptionError, match="do not fit into"):
-        near = nn.ModuleDict({"near": nn.Linear(512, 512)}).to(DEVICE)["near"]
-        model = nn.Module()
-        model.near, model.forward = near, lambda x: near(x)
-        df.compile(model, strategy=Shares(10_000), partition=df.SplitModule("near"), strict=True)(x)
+        df.compile(NearFar().to(DEVICE), strategy=Shares(10_000), partition=NEAR_FAR, strict=True)(x)
 
 
 def test_an_emulated_collective_is_hidden_behind_compute():
@@ -296,11 +304,6 @@ def test_what_waits_for_the_device_cannot_be_recorded(caplog):
 
 def test_shares_hold_inside_a_recording():
     x = torch.randn(64, 512, device=DEVICE)
-    model = nn.Sequential()
-    model.near, model.far = nn.Linear(512, 512).to(DEVICE), nn.Linear(512, 512).to(DEVICE)
-    fast = df.compile(
-        lambda x: model.near(x) + model.far(x), strategy=Shares(16), strict=True, runtime="graph",
-        partition=[df.SplitModule("near"), df.SplitModule("far")],
-    )  # fmt: skip
+    fast = df.compile(NearFar().to(DEVICE), strategy=Shares(16), partition=NEAR_FAR, strict=True, runtime="graph")
     for _ in range(4):
         assert torch.equal(fast(x), df.run_serialised(fast, x))
