@@ -1,0 +1,59 @@
+"""Put the README's table together from the result files: `python -m benchmarks.readme` rewrites it, `--check` only looks.
+
+Every number in the table comes from a file under benchmarks/results/, named in its row.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- results: made by python -m benchmarks.readme -->", "<!-- end of results -->"
+
+
+def _load(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _models(name: str, where: str) -> tuple[str, str, str]:
+    s = _load(name)["summary"]
+    what = f"16 real models x 4 strategies x 5 batch sizes, {where}"
+    return what, f"{s['ok']} of {s['rows']} ok; {s['bit_equal']} of {s['cases']} results bit-equal to the same plan on one stream", name
+
+
+def table() -> str:
+    fuzz, planning = _load("fuzz")["summary"], {r["row"]: r["ours"]["median_ms"] for r in _load("planning")["rows"]}
+    rows = [
+        _models("models", "CPU threads"),
+        _models("models-cuda", "CUDA streams of one H200"),
+        (f"{fuzz['flows']:,} random flows x 5 strategies x 10 interleavings and more", f"{fuzz['runs']:,} runs bit-equal", "fuzz"),
+        (
+            f"{fuzz['mutants']:,} mutated plans in {fuzz['classes']} classes",
+            f"{fuzz['wrong']:,} shown wrong by an independent oracle, {fuzz['missed']} of them accepted; no valid plan refused",
+            "fuzz",
+        ),
+        ("plan, synchronise and place 5,000 launches", f"{planning['plan + synchronise + place, 5,000 launches']:.0f} ms", "planning"),
+        ("verify 5,000 launches", f"{planning['verify, 5,000 launches']:.0f} ms", "planning"),
+        ("bind a plan of 504 launches to a new size", f"{planning['bind a new size, 504 launches']:.2f} ms", "planning"),
+    ]
+    lines = ["| what was checked or measured | result | file |", "|---|---|---|"]
+    lines += [f"| {what} | {result} | [{name}.json](benchmarks/results/{name}.json) |" for what, result, name in rows]
+    return "\n".join(lines)
+
+
+def rendered(readme: str) -> str:
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = rendered(old)
+    if "--check" in sys.argv:
+        sys.exit("README.md is older than benchmarks/results: run python -m benchmarks.readme" if new != old else 0)
+    path.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
