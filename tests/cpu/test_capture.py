@@ -10,7 +10,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import errors
-from tests.cpu.test_engine import Block, no_grad, same  # noqa: F401 (no_grad is a fixture)
+from tests.cpu.test_engine import Block, assert_same, no_grad  # noqa: F401 (no_grad is a fixture)
 
 
 def test_one_capture_serves_batch_one_too_unless_the_model_asks():
@@ -62,7 +62,7 @@ def test_the_module_is_still_itself():
     before = fast(x)["y"]
     model.load_state_dict({k: v * 2 if v.is_floating_point() else v for k, v in model.state_dict().items()})
     after = fast(x)["y"]
-    same(after, model(x)["y"])
+    assert_same(after, model(x)["y"])
     assert not torch.allclose(before, after)
     fast.double()
     assert fast(x.double())["y"].dtype == torch.float64
@@ -78,14 +78,14 @@ def test_a_parameter_may_be_replaced_after_compiling():
     x = torch.randn(4, 5, 8)
     fast(x)
     model.c = nn.Linear(16, 8)
-    same(fast(x)["y"], model(x)["y"])
+    assert_same(fast(x)["y"], model(x)["y"])
 
 
 def test_a_compiled_method_serves_the_whole_object():
     model = Block()
     model.forward = df.compile(model.forward, strategy=df.TwoBatch(), strict=True)
     x = torch.randn(4, 5, 8)
-    same(model(x)["y"], Block.forward(model, x)["y"])
+    assert_same(model(x)["y"], Block.forward(model, x)["y"])
 
 
 def test_batch_dims():
@@ -95,7 +95,7 @@ def test_batch_dims():
     fast = df.compile(function, strategy=df.TwoBatch(), batch={"x": 1, "y": 0}, strict=True)
     for n in (6, 9):
         x, y = torch.randn(3, n), torch.randn(n, 2)
-        same(fast(x, y), function(x, y))
+        assert_same(fast(x, y), function(x, y))
     assert df.stats(fast).captures == 1 and df.stats(fast).num_part_launches > 0
     with pytest.raises(errors.AmbiguousBatch, match="disagree"):
         fast(torch.randn(3, 5), torch.randn(4, 2))
@@ -130,10 +130,10 @@ def test_torch_compile_finds_the_backend():
     assert "dynaflow" in torch._dynamo.list_backends()
     model = Block()
     x = torch.randn(4, 5, 8)
-    same(torch.compile(model, backend="dynaflow")(x)["y"], model(x)["y"])
+    assert_same(torch.compile(model, backend="dynaflow")(x)["y"], model(x)["y"])
     before = df.stats().num_part_launches
     fast = torch.compile(model, backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch(), "strict": True})
-    same(fast(x)["y"], model(x)["y"])
+    assert_same(fast(x)["y"], model(x)["y"])
     assert df.stats().num_part_launches > before
 
 
@@ -194,10 +194,10 @@ def test_a_compiled_model_inside_another_is_part_of_it():
     inner = df.compile(block, strategy=df.NanoBatch(3), strict=True)
     outer = df.compile(lambda x: inner(x * 2)["y"] + 1, strategy=df.TwoBatch(), strict=True)
     x = torch.randn(6, 5, 8)
-    same(outer(x), Block.forward(block, x * 2)["y"] + 1)
+    assert_same(outer(x), Block.forward(block, x * 2)["y"] + 1)
     assert df.stats(outer).captures == 1 and df.stats(inner).captures == 0
     again = df.compile(inner, strategy=df.Branches(), strict=True)
-    same(again(x)["y"], Block.forward(block, x)["y"])
+    assert_same(again(x)["y"], Block.forward(block, x)["y"])
     assert df.stats(again).captures == 1 and df.stats(inner).captures == 0
 
 
@@ -221,7 +221,7 @@ def test_builtins_methods_and_copies():
     with torch.no_grad():
         twin.c.weight.zero_()
     assert not torch.equal(twin(x)["y"], model(x)["y"])
-    same(model(x)["y"], Block.forward(model, x)["y"])
+    assert_same(model(x)["y"], Block.forward(model, x)["y"])
 
 
 def test_counters_hold_under_threads():

@@ -40,7 +40,7 @@ class Block(nn.Module):
         return {"y": self.c(h) * scale, "z": (torch.softmax(left, -1) * right).transpose(0, 1)}
 
 
-def same(got, wanted, exact=False):
+def assert_same(got, wanted, exact=False):
     flat_got, flat_wanted = torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(wanted)
     assert len(flat_got) == len(flat_wanted)
     for g, w in zip(flat_got, flat_wanted):
@@ -61,14 +61,14 @@ def test_results_state_and_captures(strategy, runtime):
         x, cache = torch.randn(batch_size, 5, 8), torch.randn(batch_size, 5, 8)
         mine, theirs = cache.clone(), cache.clone()
         got = fast(x, scale=3.0, cache=mine)
-        same(got, twin(x, scale=3.0, cache=theirs))
+        assert_same(got, twin(x, scale=3.0, cache=theirs))
         torch.testing.assert_close(mine, theirs)
         assert int(model.calls) == int(twin.calls) == step + 1, "the counter changes once per call, not once per part"
     stats = df.stats(fast)
     assert stats.captures == 1 and stats.plans == 1 and stats.binds == 5 and not stats.fallbacks
     model.calls.zero_()
     x = torch.randn(6, 5, 8)
-    same(fast(x), df.run_serialised(fast, x), exact=True)
+    assert_same(fast(x), df.run_serialised(fast, x), exact=True)
 
 
 def test_functions_pytrees_and_non_tensor_arguments():
@@ -86,7 +86,7 @@ def test_functions_pytrees_and_non_tensor_arguments():
     for n in (4, 7):
         got, wanted = call(fast, n), call(function, n)
         assert got[1:] == ("label", 2)
-        same(got[0], wanted[0], exact=True)
+        assert_same(got[0], wanted[0], exact=True)
     assert fast.__name__ == "function"
 
 
@@ -100,7 +100,7 @@ def test_a_batch_that_is_not_outermost_in_memory():
     fast = df.compile(time_major, strategy=df.NanoBatch(3), batch=1, strict=True, runtime="fake:3")
     for n in (4, 7):
         x = torch.randn(5, n, 4)
-        same(fast(x), time_major(x))
+        assert_same(fast(x), time_major(x))
 
 
 def test_aliased_inputs_are_found():
@@ -150,7 +150,7 @@ def test_an_output_that_is_an_input_or_a_view_of_one():
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
     mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
     got, wanted = fast(mine), function(theirs)
-    same(got, wanted, exact=True)
+    assert_same(got, wanted, exact=True)
     got[1].fill_(7)
     assert float(mine[0, 0]) == 7, "still a view of the caller's tensor"
 
@@ -188,11 +188,11 @@ def test_autocast_and_inference_mode_hold_on_every_lane():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, wanted = fast(x), model(x)
     assert got["y"].dtype == torch.bfloat16
-    same(got, wanted)
+    assert_same(got, wanted)
     with torch.inference_mode():
         got = fast(x)
     assert got["y"].is_inference()
-    same(got, model(x))
+    assert_same(got, model(x))
 
 
 def test_autocast_inside_the_model():
@@ -206,7 +206,7 @@ def test_autocast_inside_the_model():
 
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
     x = torch.randn(6, 8)
-    same(fast(x), function(x))
+    assert_same(fast(x), function(x))
 
 
 def test_gradients_run_the_sequential_graph_and_say_so(caplog):
@@ -256,7 +256,7 @@ def test_falls_back_loudly_once_and_counted(strategy, reason, caplog):
     x = torch.randn(1, 5, 8)
     with caplog.at_level(logging.WARNING, "dynaflow"):
         for _ in range(3):
-            same(fast(x), Block.forward(model, x))
+            assert_same(fast(x), Block.forward(model, x))
     warnings = [r.getMessage() for r in caplog.records if "falls back" in r.getMessage()]
     assert len(warnings) == 1 and reason in warnings[0]
     assert sum(df.stats(fast).fallbacks.values()) == 3
@@ -290,14 +290,14 @@ def test_an_error_in_a_launch_leaves_the_engine_right():
         fast = df.compile(function, strategy=df.TwoBatch(), partition=cut, strict=True, runtime=runtime)
         x = torch.ones(4, 3)
         wanted = function(x, torch.zeros(4, 3))
-        same(fast(x, torch.zeros(4, 3)), wanted)
+        assert_same(fast(x, torch.zeros(4, 3)), wanted)
         bad = torch.zeros(4, 3)
         bad[3, 0] = 1000
         with pytest.raises(RuntimeError, match="boom") as error:
             fast(x, bad)
         note = "\n".join(error.value.__notes__)
         assert "raised by" in note and "explode" in note and "1/2" in note and "cache (by" in note
-        same(fast(x, torch.zeros(4, 3)), wanted)
+        assert_same(fast(x, torch.zeros(4, 3)), wanted)
 
 
 def test_part_contexts():
@@ -325,7 +325,7 @@ def test_part_contexts():
     for n in (7, 9):
         x = torch.randn(n, 2)
         state["rows"] = (0, n)
-        same(fast(x), function(x))
+        assert_same(fast(x), function(x))
         assert state["rows"] == (0, n)
     short = df.compile(function, strategy=df.NanoBatch(3), part_context=lambda parts: [])
     with pytest.raises(errors.OptionError, match="0 context managers for 3 parts"):
@@ -343,7 +343,7 @@ def test_random_ops_keep_their_order_and_are_not_split():
         torch.manual_seed(1)
         got = fast(x)
         torch.manual_seed(1)
-        same(got, function(x), exact=True)
+        assert_same(got, function(x), exact=True)
 
 
 def test_batch_norm_in_training_mode_runs_merged_and_updates_once():
@@ -352,13 +352,13 @@ def test_batch_norm_in_training_mode_runs_merged_and_updates_once():
     fast = df.compile(model.train(), strategy=df.TwoBatch(), strict=True)
     for n in (6, 9):
         x = torch.randn(n, 4)
-        same(fast(x), twin(x))
+        assert_same(fast(x), twin(x))
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
     assert int(model[1].num_batches_tracked) == int(twin[1].num_batches_tracked) == 2
     model.eval()
     twin.eval()
     x = torch.randn(5, 4)
-    same(fast(x), twin(x))
+    assert_same(fast(x), twin(x))
 
 
 def test_explain_and_check_change_nothing():
@@ -434,13 +434,13 @@ def test_a_copy_stays_a_copy_in_a_part_of_one_row():
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake")
     for n in (4, 2):
         x = torch.randn(n, 3)
-        same(fast(x), function(x), exact=True)
+        assert_same(fast(x), function(x), exact=True)
 
 
 def test_an_expanded_input():
     fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
     x = torch.randn(1, 5, 8).expand(6, 5, 8)
-    same(fast(x)["y"], Block.forward(fast, x)["y"])
+    assert_same(fast(x)["y"], Block.forward(fast, x)["y"])
 
 
 def test_a_batch_without_rows_falls_back():
@@ -459,7 +459,7 @@ def test_what_cannot_be_placed_falls_back():
 
     fast = df.compile(turns, strategy=df.TwoBatch())
     x = torch.randn(4, 4)
-    same(fast(x), turns(x), exact=True)
+    assert_same(fast(x), turns(x), exact=True)
     assert any("changes the shape of a tensor in place" in reason for reason in df.stats(fast).fallbacks)
     fast = df.compile(lambda x: torch.relu(x) * 2, strategy=df.TwoBatch())
     both = TwoTensor(torch.randn(4, 3), torch.randn(4, 3))
@@ -540,7 +540,7 @@ def test_a_replacement_may_be_a_method_and_hold_parameters():
     scale = torch.randn(3)
     fast = df.compile(lambda x: torch.sin(torch.relu(x)) + 1, strategy=Fused(scale), partition=rules, strict=True)
     x = torch.randn(6, 3)
-    same(fast(x), torch.sin(torch.relu(x)) * scale + 1)
+    assert_same(fast(x), torch.sin(torch.relu(x)) * scale + 1)
 
 
 def test_explain_leaves_the_random_state_alone():
@@ -558,5 +558,5 @@ def test_dropout_in_eval_mode_is_its_argument():
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake:lazy")
     x = torch.randn(4, 3)
     mine, theirs = x.clone(), x.clone()
-    same(fast(mine), function(theirs), exact=True)
+    assert_same(fast(mine), function(theirs), exact=True)
     assert torch.equal(mine, theirs)

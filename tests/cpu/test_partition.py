@@ -59,7 +59,7 @@ def ops(model, partition, x=None):
     return {op.name: op for op in flow.ops}
 
 
-def holds(model, partition):
+def assert_holds(model, partition):
     """Results do not depend on the partition."""
     fast = df.compile(model, strategy=df.TwoBatch(), partition=partition, strict=True, runtime="fake:5")
     x = torch.randn(6, 8)
@@ -73,7 +73,7 @@ def test_split_module_by_name_and_by_class():
     for found in (by_name, by_class):
         assert {"layers.0.mlp", "layers.1.mlp"} <= set(found) and not any(".up" in name for name in found)
     assert by_name["layers.0.mlp"].kind == "memory" and by_class["layers.0.mlp"].kind == "compute"
-    holds(model, df.SplitModule("*.mlp"))
+    assert_holds(model, df.SplitModule("*.mlp"))
 
 
 def test_the_innermost_module_wins():
@@ -88,7 +88,7 @@ def test_split_func_by_torch_function_python_function_and_op():
     assert sum("sigmoid" in name for name in ops(model, df.SplitFunc(torch.ops.aten.sigmoid))) == 0, "marked lines keep their mark"
     assert sum("relu" in name for name in ops(model, df.SplitFunc(torch.ops.aten.relu))) == 2
     assert sum("add" in name for name in ops(model, df.SplitFunc(operator.add))) == 2
-    holds(model, [df.SplitFunc(rotate), df.SplitFunc(torch.relu), "auto"])
+    assert_holds(model, [df.SplitFunc(rotate), df.SplitFunc(torch.relu), "auto"])
 
 
 def test_marks_name_their_lines():
@@ -103,7 +103,7 @@ def test_auto_cuts_at_matrix_products_and_modules():
     found = ops(Model(), "auto")
     assert {"layers.0.mlp.up", "layers.0.mlp.down", "layers.0.norm"} <= set(found)
     assert found["layers.0.mlp.up"].kind == "compute" and found["layers.0.norm"].kind == "memory"
-    holds(Model(), "auto")
+    assert_holds(Model(), "auto")
 
 
 def test_auto_puts_attention_on_its_own():
@@ -124,7 +124,7 @@ def test_auto_puts_attention_on_its_own():
 
 def test_results_do_not_depend_on_rules():
     for rules in ("auto", [], df.SplitModule("layers.0"), [df.SplitModule("*.gate"), df.SplitModule("*.norm")]):
-        holds(Model(), rules)
+        assert_holds(Model(), rules)
 
 
 def test_rejects_a_rule_that_matches_nothing():

@@ -157,7 +157,7 @@ def test_a_part_reads_the_cache_after_its_own_write_only():
 # -- rejections, each beside what must pass above
 
 
-def rejects(error, function, flow=None, match=None):
+def assert_rejects(error, function, flow=None, match=None):
     with pytest.raises(error, match=match) as caught:
         run(function, flow)
     return caught.value
@@ -167,7 +167,7 @@ def test_rejects_an_op_that_is_not_ready():
     def body(flow):
         flow.execute(flow.find("L1.a"))
 
-    error = rejects(errors.OpNotReady, body, match="'L1.a' is not ready")
+    error = assert_rejects(errors.OpNotReady, body, match="'L1.a' is not ready")
     assert "L0.ar" in error.why and "test_planner.py" in error.where and 'flow.execute(flow.find("L1.a"))' in str(error)
 
 
@@ -177,11 +177,11 @@ def test_rejects_an_op_executed_twice():
         flow.execute(a)
         flow.execute(a)
 
-    rejects(errors.OpExecutedTwice, body, match="'L0.a' was executed twice")
+    assert_rejects(errors.OpExecutedTwice, body, match="'L0.a' was executed twice")
 
 
 def test_rejects_ops_never_executed():
-    error = rejects(errors.OpNeverExecuted, lambda flow: flow.execute(flow.get_ready_ops()[0]), match="3 of 4 ops left")
+    error = assert_rejects(errors.OpNeverExecuted, lambda flow: flow.execute(flow.get_ready_ops()[0]), match="3 of 4 ops left")
     assert "L0.ar" in error.why
 
 
@@ -190,7 +190,7 @@ def test_rejects_a_stream_declared_twice_with_different_settings():
         flow.stream("comm", priority=-1)
         flow.stream("comm", priority=0)
 
-    rejects(errors.StreamConflict, body, match="declared twice")
+    assert_rejects(errors.StreamConflict, body, match="declared twice")
     run(lambda flow: (flow.stream("comm", priority=-1), flow.stream("comm", priority=-1), drain(flow)))
 
 
@@ -199,17 +199,17 @@ def test_rejects_a_stream_declared_after_its_use():
         flow.execute(flow.get_ready_ops()[0], stream="comm")
         flow.stream("comm", priority=-1)
 
-    rejects(errors.StreamConflict, body, match="after its first use")
+    assert_rejects(errors.StreamConflict, body, match="after its first use")
 
 
 @pytest.mark.parametrize("name", ["caller", "two words", "a@b", ""])
 def test_rejects_names_that_are_no_stream(name):
-    rejects(errors.StreamConflict, lambda flow: flow.stream(name))
+    assert_rejects(errors.StreamConflict, lambda flow: flow.stream(name))
 
 
 @pytest.mark.parametrize("into", [[3, 5], [8, 8, 8], [0, 8, 8, 16], [0.5, 0.4], [1.5, -0.5], [0, 20], 0])
 def test_rejects_parts_that_do_not_tile(into):
-    rejects(errors.PartsDoNotTile, lambda flow: flow.split(into))
+    assert_rejects(errors.PartsDoNotTile, lambda flow: flow.split(into))
 
 
 def test_rejects_parts_that_are_not_adjacent():
@@ -218,12 +218,12 @@ def test_rejects_parts_that_are_not_adjacent():
         a = flow.get_ready_ops()
         flow.execute([a[0], a[2]])
 
-    rejects(errors.PartsDoNotTile, body, match="cannot run once")
+    assert_rejects(errors.PartsDoNotTile, body, match="cannot run once")
 
 
 def test_rejects_a_split_of_an_op_that_mixes_the_batch():
     flow = chain(unsplittable=("L0.ar",))
-    error = rejects(errors.UnsplittableOp, lambda f: f.split(2, ops=["L0.ar"]), flow, match="'L0.ar' cannot be split")
+    error = assert_rejects(errors.UnsplittableOp, lambda f: f.split(2, ops=["L0.ar"]), flow, match="'L0.ar' cannot be split")
     assert error.why == "mixes the batch"
     p = run(lambda f: (f.split(2), drain(f)), flow)
     assert "L0.ar" in labels(p) and "L0.a 0/2" in labels(p)
@@ -234,17 +234,17 @@ def test_rejects_a_strategy_that_makes_no_progress():
         while flow.get_ready_ops():
             pass
 
-    assert "L0.a" in rejects(errors.StrategyStuck, body).why
+    assert "L0.a" in assert_rejects(errors.StrategyStuck, body).why
 
 
 def test_rejects_a_split_after_the_first_look():
-    rejects(errors.SplitTooLate, lambda flow: (flow.get_ready_ops(), flow.split(2)))
+    assert_rejects(errors.SplitTooLate, lambda flow: (flow.get_ready_ops(), flow.split(2)))
 
 
 def test_rejects_unknown_ops():
-    rejects(errors.UnknownOp, lambda flow: flow.split(2, ops="nope.*"), match="nope")
-    rejects(errors.UnknownOp, lambda flow: flow.execute(["L0.a"]), match="no ready op")
-    rejects(errors.UnknownOp, lambda flow: flow.execute([]), match="empty")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.split(2, ops="nope.*"), match="nope")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute(["L0.a"]), match="no ready op")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute([]), match="empty")
 
 
 def test_rejects_a_group_in_the_wrong_order():
@@ -252,7 +252,7 @@ def test_rejects_a_group_in_the_wrong_order():
         (a,) = flow.get_ready_ops()
         flow.execute([a.users[0], a], replace=fused)
 
-    assert "producers come first" in rejects(errors.OpNotReady, body).fix
+    assert "producers come first" in assert_rejects(errors.OpNotReady, body).fix
 
 
 def test_rejects_different_ops_without_a_replacement():
@@ -262,14 +262,14 @@ def test_rejects_different_ops_without_a_replacement():
         f.execute(f.get_ready_ops()[0])
         f.execute(f.get_ready_ops())
 
-    rejects(errors.StrategyError, body, flow, match="different ops in one list")
+    assert_rejects(errors.StrategyError, body, flow, match="different ops in one list")
 
 
 def test_an_error_of_the_strategy_itself_names_its_line():
-    error = rejects(errors.StrategyRaised, lambda flow: flow.nonsense, match="AttributeError")
+    error = assert_rejects(errors.StrategyRaised, lambda flow: flow.nonsense, match="AttributeError")
     assert "test_planner.py" in error.where
 
 
 def test_every_message_is_at_most_twelve_lines():
-    error = rejects(errors.OpNeverExecuted, lambda flow: None, chain(50))
+    error = assert_rejects(errors.OpNeverExecuted, lambda flow: None, chain(50))
     assert len(str(error).splitlines()) <= 12

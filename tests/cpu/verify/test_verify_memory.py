@@ -41,7 +41,7 @@ def memory(h: int, r: int, s: int, arena_bytes: int = 192, nbytes: int = 64) -> 
     return Memory(MappingProxyType({"h": (h, nbytes), "r": (r, nbytes), "s": (s, nbytes)}), arena_bytes)
 
 
-def refused(error: type, bound: Memory) -> str:
+def assert_refused(error: type, bound: Memory) -> str:
     with pytest.raises(error) as caught:
         verify_memory(FLOW, PLAN, bound, SIZES)
     assert len(str(caught.value).splitlines()) <= 12
@@ -62,24 +62,24 @@ def test_accepts_buffers_that_touch():
 
 
 def test_rejects_the_same_bytes_alive():
-    assert "'r' lies on bytes of 'h', which is still alive" in refused(errors.LiveOverlap, memory(0, 0, 64))
+    assert "'r' lies on bytes of 'h', which is still alive" in assert_refused(errors.LiveOverlap, memory(0, 0, 64))
 
 
 @pytest.mark.parametrize("offset", [1, 8, 63])
 def test_rejects_overlap_of_another_start(offset):
-    assert f"arena[{offset:#x}:0x40]" in refused(errors.LiveOverlap, memory(0, offset, 128))
+    assert f"arena[{offset:#x}:0x40]" in assert_refused(errors.LiveOverlap, memory(0, offset, 128))
 
 
 def test_rejects_overlap_with_the_second_of_two_holders():
-    refused(errors.LiveOverlap, memory(0, 64, 32))
+    assert_refused(errors.LiveOverlap, memory(0, 64, 32))
 
 
 def test_rejects_buffer_behind_the_arena():
-    assert "lies outside the arena" in refused(errors.ArenaOverflow, memory(0, 64, 129))
+    assert "lies outside the arena" in assert_refused(errors.ArenaOverflow, memory(0, 64, 129))
 
 
 def test_rejects_buffer_before_the_arena():
-    refused(errors.ArenaOverflow, memory(-1, 64, 0))
+    assert_refused(errors.ArenaOverflow, memory(-1, 64, 0))
 
 
 def test_accepts_buffer_that_ends_with_the_arena():
@@ -87,7 +87,7 @@ def test_accepts_buffer_that_ends_with_the_arena():
 
 
 def test_rejects_buffer_that_is_too_small():
-    assert "has 32 bytes and needs 64" in refused(errors.ArenaOverflow, memory(0, 64, 128, nbytes=32))
+    assert "has 32 bytes and needs 64" in assert_refused(errors.ArenaOverflow, memory(0, 64, 128, nbytes=32))
 
 
 def test_rejects_value_without_bytes():

@@ -53,7 +53,7 @@ def plan_of(*edits: tuple[str, str]) -> Plan:
     return Plan.parse(text)
 
 
-def refused(error: type, *edits: tuple[str, str]) -> str:
+def assert_refused(error: type, *edits: tuple[str, str]) -> str:
     with pytest.raises(error) as caught:
         verify(plan_of(*edits), FLOW)
     assert len(str(caught.value).splitlines()) <= 12
@@ -67,23 +67,23 @@ def test_accepts_and_reports():
 
 
 def test_rejects_plan_of_another_flow():
-    assert "toy." in refused(errors.ContextMismatch, (FLOW.label, "toy.00000000"))
+    assert "toy." in assert_refused(errors.ContextMismatch, (FLOW.label, "toy.00000000"))
 
 
 def test_rejects_unknown_op():
-    assert "'nrom' is no op" in refused(errors.MalformedPlan, ("launch norm 0/2", "launch nrom 0/2"))
+    assert "'nrom' is no op" in assert_refused(errors.MalformedPlan, ("launch norm 0/2", "launch nrom 0/2"))
 
 
 def test_rejects_unknown_stream():
-    assert "'aux'" in refused(errors.MalformedPlan, ("launch scan @compute", "launch scan @aux"))
+    assert "'aux'" in assert_refused(errors.MalformedPlan, ("launch scan @compute", "launch scan @aux"))
 
 
 def test_rejects_stream_declared_twice():
-    refused(errors.MalformedPlan, ("stream comm", "stream compute"))
+    assert_refused(errors.MalformedPlan, ("stream comm", "stream compute"))
 
 
 def test_rejects_declared_caller():
-    refused(errors.MalformedPlan, ("stream comm", "stream comm\nstream caller"))
+    assert_refused(errors.MalformedPlan, ("stream comm", "stream comm\nstream caller"))
 
 
 def test_accepts_launches_on_the_caller():
@@ -92,7 +92,7 @@ def test_accepts_launches_on_the_caller():
 
 
 def test_rejects_event_recorded_twice():
-    assert "twice" in refused(errors.MalformedPlan, ("record e1 @compute", "record e0 @compute"))
+    assert "twice" in assert_refused(errors.MalformedPlan, ("record e1 @compute", "record e0 @compute"))
 
 
 def test_accepts_event_awaited_twice():
@@ -100,40 +100,40 @@ def test_accepts_event_awaited_twice():
 
 
 def test_rejects_start_on_another_stream():
-    refused(errors.MalformedPlan, ("record start @caller", "record start @compute"))
+    assert_refused(errors.MalformedPlan, ("record start @caller", "record start @compute"))
 
 
 def test_rejects_wait_for_nothing():
-    assert "nothing records" in refused(errors.MalformedPlan, ("wait e2 @compute", "wait e99 @compute"))
+    assert "nothing records" in assert_refused(errors.MalformedPlan, ("wait e2 @compute", "wait e99 @compute"))
 
 
 def test_rejects_wait_before_record():
-    said = refused(errors.WaitBeforeRecord, ("record e0 @compute\nwait e0 @comm", "wait e0 @comm\nrecord e0 @compute"))
+    said = assert_refused(errors.WaitBeforeRecord, ("record e0 @compute\nwait e0 @comm", "wait e0 @comm\nrecord e0 @compute"))
     assert "silently" in said and "too late" in said
 
 
 def test_rejects_missing_op():
-    assert "'add' is never launched" in refused(errors.OpMissing, ("launch add @compute\n", ""))
+    assert "'add' is never launched" in assert_refused(errors.OpMissing, ("launch add @compute\n", ""))
 
 
 def test_rejects_doubled_op():
-    assert "'norm 0/2' is launched twice" in refused(errors.OpDoubled, ("launch norm 1/2", "launch norm 0/2"))
+    assert "'norm 0/2' is launched twice" in assert_refused(errors.OpDoubled, ("launch norm 1/2", "launch norm 0/2"))
 
 
 def test_rejects_doubled_op_under_another_name_of_the_part():
-    refused(errors.OpDoubled, ("launch norm 1/2 @compute", "launch norm 1/2 @compute\nlaunch norm 2:4/4 @compute"))
+    assert_refused(errors.OpDoubled, ("launch norm 1/2 @compute", "launch norm 1/2 @compute\nlaunch norm 2:4/4 @compute"))
 
 
 def test_rejects_gap():
-    assert "rows 3/4 to 1 of the batch" in refused(errors.PartGap, ("launch norm 1/2", "launch norm 2/4"))
+    assert "rows 3/4 to 1 of the batch" in assert_refused(errors.PartGap, ("launch norm 1/2", "launch norm 2/4"))
 
 
 def test_rejects_gap_at_the_start():
-    assert "rows 0 to 1/4" in refused(errors.PartGap, ("launch norm 0/2", "launch norm 1/4"))
+    assert "rows 0 to 1/4" in assert_refused(errors.PartGap, ("launch norm 0/2", "launch norm 1/4"))
 
 
 def test_rejects_overlap():
-    assert "rows 1/4 to 1/2" in refused(errors.PartOverlap, ("launch norm 1/2", "launch norm 1:4/4"))
+    assert "rows 1/4 to 1/2" in assert_refused(errors.PartOverlap, ("launch norm 1/2", "launch norm 1:4/4"))
 
 
 def test_accepts_parts_of_different_denominators():
@@ -141,7 +141,7 @@ def test_accepts_parts_of_different_denominators():
 
 
 def test_rejects_split_of_an_unsplittable_op():
-    said = refused(errors.UnsplittableOp, ("launch scan @compute", "launch scan 0/2 @compute\nlaunch scan 1/2 @compute"))
+    said = assert_refused(errors.UnsplittableOp, ("launch scan @compute", "launch scan 0/2 @compute\nlaunch scan 1/2 @compute"))
     assert "it mixes the batch" in said
 
 
@@ -166,19 +166,19 @@ def test_rejects_several_ops_without_a_function():
 
 
 def test_rejects_missing_slot():
-    assert "'s' has no memory" in refused(errors.MalformedPlan, ("slot 2 s\n", ""))
+    assert "'s' has no memory" in assert_refused(errors.MalformedPlan, ("slot 2 s\n", ""))
 
 
 def test_rejects_slot_of_an_output():
-    assert "'y' has slot 3" in refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s\nslot 3 y"))
+    assert "'y' has slot 3" in assert_refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s\nslot 3 y"))
 
 
 def test_rejects_slot_of_an_input():
-    refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s x"))
+    assert_refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s x"))
 
 
 def test_rejects_slot_of_nothing():
-    assert "no value of the flow" in refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s zzz"))
+    assert "no value of the flow" in assert_refused(errors.MalformedPlan, ("slot 2 s", "slot 2 s zzz"))
 
 
 def test_rejects_two_slots_of_one_value():
@@ -193,7 +193,7 @@ def test_accepts_replacement_with_its_inner_value_in_no_slot():
 
 def test_rejects_inner_value_that_leaves_its_replacement():
     edits = (("slot 1 r\n", ""), ("launch scan @compute\nlaunch add @compute", "launch my.fused[scan, add] @compute"))
-    assert "'r' has no memory" in refused(errors.MalformedPlan, *edits)
+    assert "'r' has no memory" in assert_refused(errors.MalformedPlan, *edits)
 
 
 def test_a_plan_without_places_is_refused_by_name():
