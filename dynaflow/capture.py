@@ -54,7 +54,9 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph
     sizes = {n.name: f.shape[axes[n.name]] for n, f in zip(placeholders, fakes) if n.name in axes}
     symbols = {size.node.expr for size in sizes.values() if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)}
     axes = {name: axes[name] for name, size in sizes.items() if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & symbols}
-    return graph(gm, fakes, axes, symbols, settings)
+    constants = [int(size) for size in sizes.values() if isinstance(size, int) or size.node.expr.is_number]
+    fixed = constants[0] if constants and not symbols else None
+    return graph(gm, fakes, axes, symbols, fixed, settings)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:

@@ -97,8 +97,12 @@ def finish_plan(flow: Flow, plan: Plan) -> Plan:
 class CapturedGraph:
     """One graph that Dynamo captured. Callable with the graph's inputs."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], settings: Settings):
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], fixed: int | None, settings: Settings
+    ):
         self.gm, self.settings = gm, settings
+        # the batch size, where Dynamo made it a constant
+        self.fixed_batch = fixed
         self.refusal: Fallback | None = None
         # `with torch.enable_grad()` inside the model
         self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
@@ -145,6 +149,9 @@ class CapturedGraph:
         if self.settings.runtime == "graph":
             record = graphs.record_cuda if self.device.type == "cuda" else graphs.record_nothing
             self._recordings = graphs.Recordings(self.settings.name, record)
+        if self.fixed_batch is not None and not isinstance(self.settings.strategy, Sequential):
+            log.warning("%s: Dynamo fixed the batch size at %d, because the model's code asks for it (TORCH_LOGS=dynamic says where); "
+                        "nothing of this graph can be split", self.settings.name, self.fixed_batch)  # fmt: skip
         num_whole = sum(bool(op.unsplittable) for op in flow.ops)
         self.settings.stats.num_ops, self.settings.stats.num_unsplittable = len(flow.ops), num_whole
         log.info("captured %s: %d nodes, %d ops (%d only over the whole batch) in %.0f ms", flow.label, len(self.gm.graph.nodes),
@@ -220,7 +227,9 @@ class CapturedGraph:
             raise errors.AmbiguousBatch(
                 f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
-        facts = self.call_facts(args, next(iter(batch_sizes), 1), tags)
+        if batch_sizes == {1} and self.built.may_alias:
+            raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
+        facts = self.call_facts(args, next(iter(batch_sizes), self.fixed_batch or 1), tags)
         planned = next((p for p in self.plans if p.holds(facts)), None)
         if planned is None:
             planned = self._plan_with_all_ranks(facts)

@@ -129,7 +129,7 @@ class InspectedGraph(CapturedGraph):
         return result
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
-        batch_size = sizes[self.flow.batch[0]] if self.flow.batch else 1
+        batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
         planned = self.plan(self.call_facts(args, batch_size, current_tags()))
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         plan = planned.plan if planned.binder is not None else finish_plan(self.flow, planned.plan)

@@ -170,22 +170,21 @@ class Sources:
     def _unsplittable(self, node: fx.Node, seen: set[fx.Node]) -> str:
         reason = self.facts.nodes[node].unsplittable
         for arg in node.all_input_nodes:
-            if not reason and arg not in seen:
+            while arg in self.alias:
+                arg = self.alias[arg]
+            if not reason and arg not in seen and self.kind[arg] in ("view", "project"):
                 seen.add(arg)
-                if self.kind[arg] in ("view", "project"):
-                    reason = self._unsplittable(arg, seen)
-                elif arg in self.alias and self.kind[self.alias[arg]] in ("view", "project"):
-                    reason = self._unsplittable(self.alias[arg], seen)
+                reason = self._unsplittable(arg, seen)
         return reason
 
     def may_alias(self, node: fx.Node) -> bool:
-        """Whether a node copies only if it must (contiguous, reshape, to), and its copy is changed in place later."""
+        """Whether a node copies only if it must (contiguous, reshape, to), and its copy or what it copied is changed in place later."""
         info, result = self.facts.nodes[node], self.facts.fake[node]
         copies = {"aten.clone.default", "aten._to_copy.default"} & set(info.calls)
         if not copies or not isinstance(result, torch.Tensor) or node.target in ("clone", torch.clone):
             return False
-        storage = self.facts.storage(result)
-        return any(storage in other.writes for other in self.facts.nodes.values())
+        touched = info.reads | {self.facts.storage(result)}
+        return any(touched & other.writes for other in self.facts.nodes.values())
 
     def is_parameter(self, node: fx.Node) -> bool:
         return self.kind[node] == "input" and not self.carries_batch(node)

@@ -48,6 +48,8 @@ class Built:
     fakes: dict[str, torch.Tensor]
     # op -> the aten and custom ops that it comes down to
     calls: dict[str, tuple[str, ...]]
+    # with one row, a copy that is changed in place later would be a view
+    may_alias: bool
 
 
 class _UnitGraph:
@@ -204,6 +206,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         Unit(epilogue_fn, tuple(epilogue.args), ()),
         {name: sources.fake(key) for key, name in names.items()},
         {group.name: tuple(dict.fromkeys(c for n in group.nodes for c in facts.nodes[n].calls)) for group in groups},
+        any(sources.may_alias(n) for group in groups for n in group.nodes),
     )
 
 
@@ -362,6 +365,8 @@ def _why_whole(
     if group.splittable is False:
         return "splittable=False in the partition"
     touched = [*unit.values, *made]
+    if not values.batch:
+        return "no dim of this graph's inputs is the batch"
     if not any(sources.axis(k) is not None for k in touched):
         return "does not depend on the batch"
     for key in mutated:

@@ -70,11 +70,16 @@ def main():
 
     say("5/5", "draw")
     options.out.mkdir(parents=True, exist_ok=True)
-    picture(list(timelines.values()), options.out / "demo.png", subtitles=[subtitle(t) for t in timelines.values()])
+    written = [options.out / "demo.trace.json"]
+    try:
+        picture(list(timelines.values()), options.out / "demo.png", subtitles=[subtitle(t) for t in timelines.values()])
+        written.append(options.out / "demo.png")
+    except df.DynaFlowError as error:  # no matplotlib
+        print(error)
     chrome.write(list(timelines.values()), options.out / "demo.trace.json")
     print()
     table({name: (statistics.median(times[name]), timelines[name]) for name in fast})
-    print(f"\nwrote {options.out / 'demo.png'} and {options.out / 'demo.trace.json'} (for Perfetto or chrome://tracing)")
+    print(f"\nwrote {' and '.join(map(str, written))} (the trace is for Perfetto or chrome://tracing)")
 
 
 def parse():

@@ -560,3 +560,50 @@ def test_dropout_in_eval_mode_is_its_argument():
     mine, theirs = x.clone(), x.clone()
     assert_same(fast(mine), function(theirs), exact=True)
     assert torch.equal(mine, theirs)
+
+
+def test_what_was_copied_may_change_later():
+    def function(x):
+        y = x.t().contiguous()
+        x.add_(1)
+        return y, x * 2
+
+    fast = df.compile(function, strategy=df.NanoBatch(3), strict=True, runtime="fake")
+    for n in (3, 7):
+        mine = torch.randn(n, 4)
+        theirs = mine.clone()
+        assert_same(fast(mine), function(theirs), exact=True)
+        assert torch.equal(mine, theirs)
+
+
+def test_one_row_whose_copy_is_a_view():
+    def function(x):
+        v = x.t().reshape(-1)
+        v.mul_(0)
+        return v + 1
+
+    fast = df.compile(function, strategy=df.Branches())
+    for n in (4, 1):
+        mine = torch.randn(n, 3)
+        theirs = mine.clone()
+        assert torch.equal(fast(mine), function(theirs)) and torch.equal(mine, theirs)
+
+
+def test_a_batch_that_dynamo_fixed_is_said(caplog):
+    def rows(x):
+        return torch.stack([row * 2 for row in x.unbind(0)])
+
+    sizes = []
+
+    class Looks(df.Strategy):
+        def schedule(self, flow):
+            sizes.append(int(flow.context.batch_size))
+            flow.split(2)
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0])
+
+    fast = df.compile(rows, strategy=Looks(), strict=True)
+    x = torch.randn(4, 3)
+    with caplog.at_level(logging.WARNING, "dynaflow"):
+        assert torch.equal(fast(x), x * 2)
+    assert sizes == [4] and any("fixed the batch size at 4" in r.getMessage() for r in caplog.records)

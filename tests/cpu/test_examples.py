@@ -1,5 +1,6 @@
 """Every example runs as a user runs it, and ends in its own equality check. The docs' snippets run too, page by page."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -41,7 +42,8 @@ def test_there_are_six():
 def test_demo(tmp_path):
     told = run(str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path))
     assert "bit-equal" in told and "left out" in told
-    assert (tmp_path / "demo.png").stat().st_size > 5000
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "demo.png").stat().st_size > 5000
     assert (tmp_path / "demo.trace.json").stat().st_size > 1000
 
 

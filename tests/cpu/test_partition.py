@@ -282,3 +282,14 @@ def test_a_functorch_transform_falls_back():
 def test_names_of_modules_that_a_function_closes_over():
     net = Model(1)
     assert "layers.0.mlp" in ops(lambda x: net(x) * 2, df.SplitModule("*.mlp"))
+
+
+def test_a_row_changed_twice_in_place_keeps_its_users_whole():
+    def function(x):
+        h = x * 2
+        w = h.select(0, 0).mul_(2).add_(1)
+        return torch.relu(h) + w
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake:3")
+    x = torch.randn(6, 3)
+    assert torch.equal(fast(x), function(x))
