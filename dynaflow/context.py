@@ -109,6 +109,9 @@ class Size:
     def __bool__(self) -> bool:
         return self._compared("!=", 0)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(int(self), name)
+
     def __repr__(self) -> str:
         return repr(int(self))
 
@@ -116,22 +119,31 @@ class Size:
         return format(int(self), spec)
 
 
-def _arithmetic(name: str) -> Any:
-    function = getattr(operator, name.strip("_")) if hasattr(operator, name.strip("_")) else None
-
+def _arithmetic(function: Callable[..., Any]) -> Any:
     def forward(self: Size, other: Any) -> Any:
-        return function(int(self), int(other) if isinstance(other, Size) else other)  # type: ignore[misc]
+        return function(int(self), int(other) if isinstance(other, Size) else other)
 
     def backward(self: Size, other: Any) -> Any:
-        return function(other, int(self))  # type: ignore[misc]
+        return function(other, int(self))
 
     return forward, backward
 
 
-for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
-    _forward, _backward = _arithmetic(_name)
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "truediv": operator.truediv,
+    "mod": operator.mod, "pow": operator.pow, "divmod": divmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "lshift": operator.lshift, "rshift": operator.rshift,
+}  # fmt: skip
+for _name, _function in _BINARY.items():
+    _forward, _backward = _arithmetic(_function)
     setattr(Size, f"__{_name}__", _forward)
     setattr(Size, f"__r{_name}__", _backward)
+for _name in ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "float"):
+    setattr(Size, f"__{_name}__", lambda self, *args, _name=_name: getattr(int, f"__{_name}__")(int(self), *args))
+
+
+# the fact that lists the names of a group: "tag.*"
+ALL = "*"
 
 
 class _Facts(Mapping[str, Any]):
@@ -159,7 +171,9 @@ class _Facts(Mapping[str, Any]):
         return self._look(str(key)) is not None
 
     def __iter__(self) -> Iterator[str]:
-        names = [name.removeprefix(self._prefix) for name in self._facts if name.startswith(self._prefix)]
+        names = sorted(name.removeprefix(self._prefix) for name in self._facts if name.startswith(self._prefix))
+        names = [name for name in names if name != ALL]
+        self._look(ALL)  # that there were no others is a look, too
         for name in names:
             self._look(name)
         return iter(names)

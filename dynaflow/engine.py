@@ -20,7 +20,7 @@ from torch import fx
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
-from dynaflow.context import Context, Look, current_tags
+from dynaflow.context import ALL, Context, Look, current_tags
 from dynaflow.ir import Flow, Part, Plan, evaluate
 from dynaflow.memory import place
 from dynaflow.ongoing import ongoing
@@ -199,7 +199,11 @@ class CapturedGraph:
         return tuple([args[i] if d is None else args[i].item() if d == ITEM else args[i].shape[d] for i, d in self._order])
 
     def _key(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Any:
-        return (sizes, *[tags.get(name) for name in self._tags_read]) if self._tags_read else sizes
+        if not self._tags_read:
+            return sizes
+        if ALL in self._tags_read:
+            return (sizes, *sorted(tags.items()))
+        return (sizes, *[tags.get(name) for name in self._tags_read])
 
     def _prepare(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         """What runs for sizes and tags that are seen for the first time."""
@@ -251,6 +255,8 @@ class CapturedGraph:
                 facts[f"shape.{name}"] = tuple(int(d) for d in args[i].shape)
                 facts[f"dtype.{name}"] = str(args[i].dtype).removeprefix("torch.")
         facts.update((f"tag.{name}", value) for name, value in tags.items())
+        for group in ("shape.", "dtype.", "tag."):
+            facts[group + ALL] = tuple(sorted(name for name in facts if name.startswith(group)))
         return facts
 
     def plan(self, facts: Mapping[str, Any]) -> Planned:

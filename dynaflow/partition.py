@@ -224,10 +224,12 @@ def _frame(node: fx.Node, function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return ""
+    own_lines = [line for _, _, line in code.co_lines() if line]
     lines = (node.meta.get("stack_trace") or "").splitlines()
     for i, line in enumerate(lines):
         match = re.match(r'\s*File "(.+)", line (\d+), in (.+)', line)
-        if match and match[1] == code.co_filename and match[3].split(".")[-1] == code.co_name:
+        is_file = match is not None and match[1] == code.co_filename and match[3].split(".")[-1] == code.co_name
+        if match is not None and is_file and min(own_lines) <= int(match[2]) <= max(own_lines):
             return "\n".join(lines[:i])  # without the lines inside: all of one call share it
     return ""
 

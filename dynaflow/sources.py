@@ -68,6 +68,9 @@ class Sources:
                     self.alias[node] = target
         self._drop_dead()
         self._users: dict[fx.Node, set[fx.Node]] | None = None
+        self._known: dict[tuple[fx.Node, tuple[int, ...]], tuple[Key, ...]] = {}
+        for node in graph.nodes:  # in order, so that no look-up goes deep
+            self._keys(node, ())
 
     def _kind(self, node: fx.Node) -> str:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -117,12 +120,14 @@ class Sources:
 
     def keys(self, node: fx.Node) -> list[Key]:
         """The values behind a node, through views, projections and in-place results; none for sizes and constants."""
-        found: dict[Key, None] = {}
-        for key in self._keys(node, ()):
-            found[key] = None
-        return list(found)
+        return list(self._keys(node, ()))
 
-    def _keys(self, node: fx.Node, path: tuple[int, ...]) -> Any:
+    def _keys(self, node: fx.Node, path: tuple[int, ...]) -> tuple[Key, ...]:
+        if (node, path) not in self._known:
+            self._known[node, path] = tuple(dict.fromkeys(self._find_keys(node, path)))
+        return self._known[node, path]
+
+    def _find_keys(self, node: fx.Node, path: tuple[int, ...]) -> Any:
         kind = self.kind[node]
         if node in self.alias:
             yield from self._keys(self.alias[node], ())

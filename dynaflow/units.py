@@ -295,7 +295,11 @@ class _Values:
             arg = node.meta.get("grapharg")
             role = "param" if isinstance(getattr(arg, "example", None), torch.nn.Parameter) or "_parameters_" in node.name else "input"
         seen = tuple(expression(s) for s in fake.stride())
-        stride = seen if is_input or _is_dense(fake) else _contiguous(fake)
+        has_gaps = not is_input and not _is_dense(fake)
+        if has_gaps and _is_written(sources, storage):
+            raise Unplannable(f"{name} has gaps in memory and is changed in place.", why="it would be placed without the gaps")
+        # Outputs are allocated one by one, and may keep their gaps; in the arena there are none.
+        stride = _contiguous(fake) if has_gaps and (role == "temp" or not all(hint(s) for s in fake.stride())) else seen
         is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
         if is_relaid or not is_input:
             self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)

@@ -55,3 +55,20 @@ def test_tags_nest_and_end():
             assert dict(current_tags()) == {"phase": "decode", "layer": 1}
         assert dict(current_tags()) == {"phase": "prefill", "layer": 1}
     assert dict(current_tags()) == {}
+
+
+def test_iterating_over_tags_notes_that_there_were_no_others():
+    assert "tag.* == ('tag.phase',)" in looks_with_all(lambda c: list(c.tags))
+    assert "tag.* == ('tag.phase',)" in looks_with_all(lambda c: len(c.tags))
+
+
+def looks_with_all(read):
+    context = Context({**FACTS, "tag.*": ("tag.phase",)})
+    read(context)
+    return [str(look) for look in context.looks]
+
+
+def test_a_size_does_what_a_number_does():
+    size = Context(FACTS).batch_size
+    assert divmod(size, 7) == (14, 2) and divmod(700, size) == (7, 0)
+    assert (-size, abs(size), size & 4, size >> 1, round(size), size.bit_length(), float(size)) == (-100, 100, 4, 50, 100, 7, 100.0)

@@ -207,3 +207,36 @@ def test_a_batch_that_dynamo_fixed_is_said(caplog):
     with caplog.at_level(logging.WARNING, "dynaflow"):
         assert torch.equal(fast(x), x * 2)
     assert sizes == [4] and any("fixed the batch size at 4" in r.getMessage() for r in caplog.records)
+
+
+def test_a_value_with_gaps():
+    @torch.library.custom_op("dynaflow_test::gappy", mutates_args=())
+    def gappy(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided((x.shape[0], 4), (8, 1)).copy_(x)
+
+    gappy.register_fake(lambda x: torch.empty_strided((x.shape[0], 4), (8, 1)))
+    df.register_split_rule(torch.ops.dynaflow_test.gappy, df.rowwise)
+
+    def function(x):
+        with df.mark("a"):
+            h = torch.ops.dynaflow_test.gappy(x)
+        with df.mark("b"):
+            y = torch.ops.dynaflow_test.gappy(h) * 2
+        with df.mark("c"):
+            return torch.relu(y), h
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake:1")
+    x = torch.randn(6, 4)
+    assert_same(fast(x), function(x), exact=True)
+
+    def changed(x):
+        with df.mark("a"):
+            h = torch.empty_strided((x.shape[0], 4), (8, 1))
+            h.copy_(x)
+        with df.mark("b"):
+            h.add_(1)
+        with df.mark("c"):
+            return torch.relu(h), h
+
+    fast = df.compile(changed, strategy=df.TwoBatch())
+    assert_same(fast(x), changed(x), exact=True)

@@ -293,3 +293,22 @@ def test_a_row_changed_twice_in_place_keeps_its_users_whole():
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True, runtime="fake:3")
     x = torch.randn(6, 3)
     assert torch.equal(fast(x), function(x))
+
+
+def test_a_method_is_told_from_others_of_its_name():
+    found = ops(Model(1), df.SplitFunc(Mlp.forward))
+    (name,) = [n for n in found if n.endswith("forward")]
+    assert len(found) > 1 and found[name].module.startswith("layers.0.mlp")
+
+
+def test_many_views_of_two_tensors():
+    def weave(a):
+        b = a * 2
+        c = a * 3
+        for _ in range(40):
+            b, c = b.view_as(c), c.view_as(b)
+        return b + c
+
+    x = torch.randn(4, 3)
+    fast = df.compile(weave, strategy=df.TwoBatch(), strict=True)
+    assert torch.equal(fast(x), weave(x))
