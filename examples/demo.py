@@ -54,7 +54,8 @@ def main():
     fast = {name: df.compile(model, strategy=strategy, strict=name != "sequential", **rules) for name, strategy in STRATEGIES.items()}
     for name in fast:
         result = fast[name](**inputs).logits
-        torch.testing.assert_close(result, expected)
+        difference = float((result - expected).abs().max() / expected.abs().max())
+        assert difference < 1e-4, f"{name} differs from plain PyTorch by {difference:.1e} of the largest logit"
         told = f"{name}: within {(result - expected).abs().max():.1e} of plain PyTorch"
         if name != "sequential":
             assert torch.equal(result, df.run_serialised(fast[name], **inputs).logits), f"{name} is not bit-equal to its serialised plan"
