@@ -1,5 +1,5 @@
 # Everything here works on a fresh machine: the virtual environment is made first.
-#   make demo test lint fuzz models bench-planning
+#   make demo test lint fuzz fuzz-programs models bench-planning
 #   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
 
 VENV      := .venv
@@ -22,7 +22,7 @@ endif
 # one torch thread per process: test workers and lanes are what runs side by side
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint fuzz models bench-planning clean
+.PHONY: demo test lint fuzz fuzz-programs models bench-planning clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(ARGS)
@@ -36,6 +36,9 @@ lint: $(READY)
 
 fuzz: $(READY)
 	$(ONE_THREAD) $(PY) -m dynaflow.testing.fuzz $(ARGS)
+
+fuzz-programs: $(READY)
+	$(ONE_THREAD) $(PY) -W ignore -m dynaflow.testing.programs $(ARGS)
 
 models: $(READY)
 	$(ONE_THREAD) $(PY) -m benchmarks.models $(ARGS)
