@@ -294,7 +294,7 @@ def flatten(s: Scope) -> Any:
         d = s.rng.randrange(len(v.shape) - 1)
         sizes = [f"{v.name}.shape[{i}]" if isinstance(n, str) else str(n) for i, n in enumerate(v.shape)]
         sizes[d : d + 2] = [f"{sizes[d]} * {sizes[d + 1]}"]
-        text = s.rng.choice([f"flatten({d}, {d + 1})", f"reshape({', '.join(sizes)})"])
+        text = s.rng.choice([f"flatten({d}, {d + 1})", f"reshape({', '.join(sizes)})", f"view({', '.join(sizes)})"])
         return s.new(f"{v.name}.{text}", (*v.shape[:d], _times(*v.shape[d : d + 2]), *v.shape[d + 2 :]), v, view=True)
 
 
@@ -427,13 +427,13 @@ def change_some(s: Scope) -> Any:
     v = s.pick(lambda v: v.is_float and v.is_dense and len(v.shape) >= 2 and 0 not in v.shape)
     if v:
         d = s.rng.choice(v.other_dims)
-        if v.axis >= 0 and s.rng.random() < 0.35:
+        if v.axis >= 0 and s.rng.random() < 0.5:
             d = v.axis
         where = s.rng.choice([f"select({d}, 0)", f"select({d}, -1)", f"narrow({d}, 0, 1)", f"narrow({d}, 1, {v.name}.shape[{d}] - 1)"])
         w = s.same_as(v, other_root=True) if s.rng.random() < 0.5 else None
         if w:
             return s.change(v, f"{v.name}.{where}.{s.rng.choice(['copy_', 'add_'])}({w.name}.{where.replace(v.name, w.name)})", w)
-        call = f"{v.name}.{where}.{s.rng.choice(['mul_(0.5)', 'fill_(0.25)', 'add_(1.0)', 'zero_()', 'neg_().mul_(0.5)'])}"
+        call = f"{v.name}.{where}.{s.rng.choice(['mul_(0.5)', 'fill_(0.25)', 'neg_().add_(1.0)', 'neg_().mul_(0.5)'])}"
         return s.new(call, _without(v.shape, d), v, view=True) if "select" in where and s.rng.random() < 0.5 else s.change(v, call)
 
 
