@@ -113,9 +113,13 @@ def _before_capture(_: Any) -> None:
     original = fake_impls.op_implementations_dict[_CONVOLUTION]
     fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
     _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
-    for name, value in (("backed_size_oblivious", not call.is_static), ("use_duck_shape", False)):
-        _undo.append(functools.partial(setattr, fx_config, name, getattr(fx_config, name)))
-        setattr(fx_config, name, value)
+    for config, name, value in (
+        (fx_config, "backed_size_oblivious", not call.is_static),
+        (fx_config, "use_duck_shape", False),
+        (torch._dynamo.config, "skip_nnmodule_hook_guards", False),  # hooks that are registered later must be seen
+    ):
+        _undo.append(functools.partial(setattr, config, name, getattr(config, name)))
+        setattr(config, name, value)
 
 
 def _after_capture(_: Any) -> None:

@@ -280,3 +280,16 @@ def test_many_threads_may_call_first():
     for w in workers:
         w.join(60)
     assert len(results) == 12 and df.stats(fast).captures == 1
+
+
+def test_hooks_that_are_registered_later_run():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    before = fast(x)
+    for module in (model, model[0]):
+        handle = module.register_forward_hook(lambda mod, args, out: out * 2)
+        torch.testing.assert_close(fast(x), model(x))
+        assert not torch.equal(fast(x), before)
+        handle.remove()
+    torch.testing.assert_close(fast(x), before)
