@@ -29,7 +29,8 @@ from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, graphs, threads
 from dynaflow.runtime.lanes import Run, is_profiling
-from dynaflow.runtime.program import Binder, Bound, Program
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Bound, Program
 from dynaflow.runtime.ranks import agree
 from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
@@ -309,8 +310,9 @@ class CapturedGraph:
             if self._recordings is not None and settings.part_context is None and not is_profiling():
                 outputs = self._recordings.run(bound, values, self._issue)
             if outputs is None:
-                tensors, outputs = bound.tensors(values, poison=settings.runtime.startswith("fake"))
+                tensors = bound.tensors(values, poison=settings.runtime.startswith("fake"))
                 self._issue(bound, Run(bound, tensors, self._part_contexts(bound)))
+                outputs = bound.results(tensors)
             settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
             values.update(outputs)
             epilogue = built.epilogue

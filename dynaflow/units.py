@@ -301,8 +301,7 @@ class _Values:
         # Outputs are allocated one by one, and may keep their gaps; in the arena there are none.
         stride = _contiguous(fake) if has_gaps and (role == "temp" or not all(hint(s) for s in fake.stride())) else seen
         is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
-        if is_relaid or not is_input:
-            self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
+        self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
         return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
 
 

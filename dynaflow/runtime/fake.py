@@ -20,7 +20,8 @@ import torch
 from dynaflow.errors import OptionError
 from dynaflow.ir import Plan
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program, bind
+from dynaflow.runtime.binder import bind
+from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program
 
 Order = str | int
 
@@ -80,6 +81,6 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Bind and run `plan` on poisoned memory; the outputs by name. `inputs` are changed in place where the flow says so."""
     bound = bind(plan, program, dict(sizes or {}))
-    tensors, outputs = bound.tensors(inputs, poison=True)
+    tensors = bound.tensors(inputs, poison=True)
     issue(bound, Run(bound, tensors), order)
-    return outputs
+    return bound.results(tensors)

@@ -1,136 +1,296 @@
-"""A bound plan as one CUDA Graph: all its streams, one launch per call.
+"""Bound plans as CUDA Graphs: all streams of a plan in one launch per call.
 
 1. The first call with given sizes runs the plan launch by launch (kernels load, libraries make their workspaces).
-2. The second records it: inputs get slots that the engine owns; parameters, and inputs that the plan changes, are bound by address.
-3. Later calls copy their inputs into the slots, replay, and hand out copies of the outputs, which belong to the caller.
-   A call whose addresses differ records anew; the oldest recordings go first.
-4. What cannot be recorded (an op that waits for the device, say) is said once, and runs launch by launch for good.
+2. The second records it. Inputs get slots that the engine owns; parameters, and inputs that the plan changes, are bound by address.
+   What cannot be recorded (an op that waits for the device, say) stays between two recordings and is launched anew each time.
+3. Later calls copy their inputs into the slots and replay. Outputs rotate: each recording of the same sizes has its own, and a
+   recording is replayed only while nobody holds its last outputs. Where all of MAX_ROTATION are held, outputs are copied.
+4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
-How a recording is made is a parameter: on the CPU nothing is recorded, and a replay issues the plan again on the same memory.
+All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool but
+outputs, which stay allocated, has to survive a replay. How a recording is made is a parameter: on the CPU nothing is recorded, and a
+replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import warnings
 from collections import OrderedDict
-from contextlib import nullcontext
-from typing import Callable, Mapping
-from weakref import WeakSet
+from typing import Any, Callable, Protocol, Sequence
 
 import torch
-
-from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import Bound
 
 log = logging.getLogger("dynaflow")
 
 # recordings kept per captured graph
 MAX_RECORDINGS = 32
+# recordings of the same sizes, each with outputs of its own
+MAX_ROTATION = 3
+# recordings in a row that are never replayed before we stop making them
+MAX_WASTED = 8
 
-Issue = Callable[[Bound, Run], None]
-# takes a function that issues work, returns what does that work again and again; does not do it itself
-Record = Callable[[Callable[[], None]], Callable[[], None]]
+Step = Callable[[], Sequence[torch.Tensor]]
+Between = Callable[[Step], Sequence[torch.Tensor]]
+# issues all work on the given tensors (one per argument, None where it is no tensor), eager steps through `between`; returns the outputs
+Body = Callable[[Sequence[Any], Between], Sequence[torch.Tensor]]
 
 
-def record_nothing(body: Callable[[], None]) -> Callable[[], None]:
-    return body
+class Recorder(Protocol):
+    """Turns work that is issued between `begin` and `end` into a function that does it again."""
+
+    def begin(self) -> None: ...
+    def end(self) -> Callable[[], Any]: ...
+    def abort(self) -> None: ...
 
 
-def record_cuda(body: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    spare = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-    except BaseException:
-        generator.graphsafe_set_state(spare)  # a capture that fails leaves its own state behind, which refuses to draw
-        raise
-    return graph.replay
+class CudaRecorder:
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._generator = torch.cuda.default_generators[torch.cuda.current_device()]
+
+    def begin(self) -> None:
+        self._spare = self._generator.clone_state()
+        self._graph = torch.cuda.CUDAGraph()
+        self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local")
+        self._context.__enter__()
+
+    def end(self) -> Callable[[], Any]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
+            self._context.__exit__(None, None, None)
+        return self._graph.replay
+
+    def abort(self) -> None:
+        try:
+            self._context.__exit__(*sys.exc_info())
+        except RuntimeError as error:
+            log.debug("the recording was already void: %s", error)
+        self._generator.graphsafe_set_state(self._spare)  # a capture that fails leaves its own state behind, which refuses to draw
+
+
+class Pool:
+    """The memory that the recordings of one compiled callable share, and the order in which they run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.handle: Any = None
+        self._last_stream: Any = None
+
+    def enter(self, device: torch.device) -> None:
+        """This replay comes after the last one, whatever stream that was on."""
+        if device.type != "cuda":
+            return
+        if self.handle is None:
+            self.handle = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
 
 class Recording:
-    """One bound plan on fixed memory. One call at a time: the next one waits for the last, on the host and on the device."""
+    """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue, record: Record):
-        self.bound = bound
-        flow = bound.program.flow
-        changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
-        self._slots: dict[str, torch.Tensor] = {}
-        self._addresses: dict[str, int] = {}
-        for name, tensor in inputs.items():
-            value = flow.value[name]
-            if value.role == "input" and value.storage not in changed and _is_dense(tensor):
-                self._slots[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            else:
-                self._addresses[name] = tensor.data_ptr()
-        given = {**inputs, **self._slots}
-        self._is_cuda = any(t.is_cuda for t in inputs.values())
-        self._outputs: dict[str, torch.Tensor] = {}
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
+        self._recorder = recorder
+        self._pieces: list[Callable[[], Any]] = []
+        if recorder is None:
+            self.outputs = list(body(given, self._run_step))
+            # what an eager launch allocates anew is copied to where it was the first time
+            self._pieces.append(lambda: [mine.copy_(new) for mine, new in zip(self.outputs, body(given, self._run_step))])
+        else:
+            recorder.begin()
+            try:
+                self.outputs = list(body(given, self._between))
+                self._close()
+            except BaseException:
+                recorder.abort()
+                raise
+        self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
+        self._storages = [o.untyped_storage()._cdata for o in self.outputs]
+        self._held = [o.untyped_storage() for o in self.outputs]
+        self._num_refs = [torch._C._storage_Use_Count(s) for s in self._storages]
 
-        def body() -> None:
-            tensors, outputs = bound.tensors(given)
-            self._outputs = outputs
-            issue(bound, Run(bound, tensors))
+    def _replay(self) -> None:
+        for piece in self._pieces:
+            piece()
 
-        self._replay = record(body)
-        self._lock = threading.Lock()
-        self._done = torch.cuda.Event() if self._is_cuda else None
+    def _close(self) -> None:
+        assert self._recorder is not None
+        replay = self._recorder.end()
+        self._pieces.append(replay)
+        replay()
 
-    def fits(self, inputs: Mapping[str, torch.Tensor]) -> bool:
-        return all(inputs[name].data_ptr() == address for name, address in self._addresses.items())
+    def _between(self, step: Step) -> Sequence[torch.Tensor]:
+        """End one recording, run `step` as it is, begin the next. Its results stay where they are the first time."""
+        assert self._recorder is not None
+        self._close()
+        results = list(step())
 
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with self._lock:
-            if self._done is not None:
-                torch.cuda.current_stream().wait_event(self._done)
-            for name, slot in self._slots.items():
-                slot.copy_(inputs[name], non_blocking=True)
-            self._replay()
-            outputs = {name: output.clone() for name, output in self._outputs.items()}
-            if self._done is not None:
-                self._done.record()
-        return outputs
+        def again() -> None:
+            for mine, new in zip(results, step()):
+                mine.copy_(new)
+
+        self._pieces.append(again)
+        self._recorder.begin()
+        return results
+
+    @staticmethod
+    def _run_step(step: Step) -> Sequence[torch.Tensor]:
+        return step()
+
+    def is_free(self) -> bool:
+        """Whether nobody else refers to the outputs' memory."""
+        count = torch._C._storage_Use_Count
+        return all(count(s) == n for s, n in zip(self._storages, self._num_refs))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return all(step > 0 for size, step in zip(tensor.shape, tensor.stride()) if size > 1)
+def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) -> bool:
+    return all(args[i].data_ptr() == a for i, a in zip(indices, addresses))
+
+
+# torch's own check of static inputs, in C++, where this build has it
+_same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+class Slots:
+    """Where a recording reads its inputs: slots, with `num_rows` rows of the batch, or the caller's own memory."""
+
+    def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None]):
+        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim."""
+        self.given: list[Any] = list(args)
+        self._copied = copied
+        for i, rows in copied.items():
+            self.given[i] = _slot(args[i], rows)
+        self._fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
+        self._addresses = [args[i].data_ptr() for i in self._fixed]
+        if _same_addresses is not None:
+            # the check in C++ looks the address up by the argument's own number
+            self._table: list[Any] = [None] * len(args)
+            for i, address in zip(self._fixed, self._addresses):
+                self._table[i] = address
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        # what is not copied, and no tensor, is burned in
+        self._numbers = [(i, a) for i, a in enumerate(args) if not isinstance(a, torch.Tensor)]
+
+    def fits(self, args: list[Any]) -> bool:
+        if _same_addresses is not None:
+            return bool(_same_addresses(args, self._table, self._fixed))
+        return same_addresses(args, self._addresses, self._fixed)
+
+    def fill(self, args: Sequence[Any]) -> None:
+        key = tuple([args[i].shape[rows[0]] for i, rows in self._copied.items() if rows is not None])
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [
+                self.given[i] if rows is None else self.given[i].narrow(rows[0], 0, args[i].shape[rows[0]]) for i, rows in self._copied.items()
+            ]
+        for view, i in zip(views, self._copied):
+            view.copy_(args[i], non_blocking=True)
+
+
+def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
+    """Memory for an input of `rows` rows. Rows beyond the first call's repeat its own: they must be valid, if only for indices."""
+    if rows is None or tensor.shape[rows[0]] == rows[1]:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    dim, size = rows
+    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+    shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+    return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.index_select(dim, index))
+
+
+class Bucket:
+    """One set of sizes at given addresses."""
+
+    def __init__(self, slots: Slots):
+        self.slots = slots
+        self.recordings: list[Recording] = []
+        self.num_replays = 0
+
+    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any]], Recording], borrow: bool) -> tuple[Sequence[torch.Tensor], bool]:
+        """Outputs, and whether they are to be copied before they are handed out."""
+        self.slots.fill(args)
+        limit = 1 if borrow else MAX_ROTATION
+        for number, recording in enumerate(self.recordings):
+            if number == MAX_ROTATION or borrow or recording.is_free():
+                recording.replay()
+                self.num_replays += 1
+                return recording.outputs, number == MAX_ROTATION
+        self.recordings.append(record(self.slots.given))
+        return self.recordings[-1].outputs, len(self.recordings) > limit
 
 
 class Recordings:
     """The recordings of one captured graph."""
 
-    def __init__(self, name: str, record: Record):
-        self._name, self._record = name, record
-        self._seen: WeakSet[Bound] = WeakSet()
-        self._failed: WeakSet[Bound] = WeakSet()
-        self._kept: OrderedDict[Bound, Recording] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
+        self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
+        self._seen: dict[Any, None] = {}
+        self._failed: set[Any] = set()
+        self._kept: OrderedDict[Any, Bucket] = OrderedDict()
+        self._num_wasted = 0
 
-    def run(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue) -> dict[str, torch.Tensor] | None:
-        """The outputs of a replay; None when this call is to run launch by launch."""
-        with self._lock:
-            recording = self._kept.get(bound)
-            if recording is None or not recording.fits(inputs):
-                if bound not in self._seen or bound in self._failed:
-                    self._seen.add(bound)
-                    return None
-                recording = self._make(bound, inputs, issue)
-                if recording is None:
-                    return None
-            self._kept.move_to_end(bound)
-        return recording(inputs)
+    def run(
+        self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
+    ) -> Sequence[torch.Tensor] | None:
+        """The outputs of a replay; None when this call is to run launch by launch.
 
-    def _make(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue) -> Recording | None:
-        device = next((t.device for t in inputs.values() if t.is_cuda), None)
-        try:
-            with torch.cuda.device(device) if device is not None else nullcontext():
-                recording = self._kept[bound] = Recording(bound, inputs, issue, self._record)
-        except Exception as error:
-            self._failed.add(bound)
-            log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s: %s", self._name, type(error).__name__, error)
-            return None
-        if len(self._kept) > MAX_RECORDINGS:
+        `key` stands for all that the body depends on besides its tensors; `copied` says which arguments get slots.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None  # inside the caller's own recording
+        with self._pool.lock:
+            bucket = self._kept.get(key)
+            if bucket is None or not bucket.slots.fits(args):
+                if key not in self._seen or key in self._failed:
+                    self._seen[key] = None
+                    return None
+                bucket = self._open(key, args, copied)
+                if bucket is None:
+                    return None
+            elif len(self._kept) > 1:
+                self._kept.move_to_end(key)
+            self._pool.enter(self._device)
+            try:
+                outputs, is_copied = bucket.run(args, lambda given: self._record(given, body), self._borrow)
+            except _Unrecordable as error:
+                self._failed.add(key)
+                self._kept.pop(key, None)
+                log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s", self._name, error)
+                return None
+            if self._borrow:
+                return outputs
+            return [o.clone() if is_copied else o.detach() for o in outputs]
+
+    def _record(self, given: Sequence[Any], body: Body) -> Recording:
+        while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
-        return recording
+        try:
+            if self._device.type != "cuda":
+                return Recording(body, given, None)
+            with torch.cuda.device(self._device):
+                return Recording(body, given, CudaRecorder(self._pool))
+        except Exception as error:
+            raise _Unrecordable(f"{type(error).__name__}: {error}") from error
+
+    def _num_recordings(self) -> int:
+        return sum(len(bucket.recordings) for bucket in self._kept.values())
+
+    def _open(self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]]) -> Bucket | None:
+        old = self._kept.pop(key, None)
+        if old is not None:
+            self._num_wasted = 0 if old.num_replays else self._num_wasted + 1
+            if self._num_wasted >= MAX_WASTED:
+                self._failed.add(key)
+                log.warning("%s gets tensors at new addresses on every call (a new cache each time?): it is no longer recorded, and runs "
+                            "launch by launch", self._name)  # fmt: skip
+                return None
+        bucket = self._kept[key] = Bucket(Slots(args, copied()))
+        return bucket
+
+
+class _Unrecordable(Exception):
+    pass

@@ -25,7 +25,8 @@ import torch
 from dynaflow.errors import BatchTooSmall
 from dynaflow.ir import CALLER, Launch, Plan, Record
 from dynaflow.memory import Memory
-from dynaflow.runtime.program import LAUNCH, Bound, Call, bind
+from dynaflow.runtime.binder import bind
+from dynaflow.runtime.program import LAUNCH, Bound, Call
 from dynaflow.testing.flows import Case
 
 BEFORE, AFTER, RUN, RECORDED, WAITING = range(5)
@@ -60,7 +61,7 @@ def run_once(
     """What went wrong (or nothing), and per process group the calls that used it, in the order in which they ran."""
     inputs = case.inputs()
     try:
-        tensors, outputs = bound.tensors(inputs, poison=True)
+        tensors = bound.tensors(inputs, poison=True)
     except Exception as error:
         return f"its memory cannot be made: {type(error).__name__}: {error}", {}
     queues = _queues(plan, bound)
@@ -93,6 +94,7 @@ def run_once(
             is_before = False
         elif code == AFTER:
             is_after = True
+            outputs = bound.results(tensors)
             for name, tensor in expected.items():
                 found = outputs.get(name, inputs.get(name))
                 if found is None or not torch.equal(found, tensor):
@@ -103,8 +105,8 @@ def run_once(
 def _run(call: Call, tensors: list[Any]) -> None:
     """A kernel may write any of its outputs before it has read all of its inputs."""
     for out in call.outs:
-        if out >= 0:
-            tensors[out].fill_(-1)
+        if tensors[out.view] is not None:
+            tensors[out.view].fill_(-1)
     call(tensors)
 
 
