@@ -15,6 +15,8 @@ import torch
 from dynaflow import errors
 from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers
 from dynaflow.memory import Memory, bind_memory
+from dynaflow.runtime.compose import compose
+from dynaflow.runtime.loose import Keep, keep, views_inside
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
 
@@ -72,22 +74,30 @@ class Instruction(NamedTuple):
 
 
 class Call:
-    """One launch, resolved: `fn` on `args`, results copied to the tensors at `outs`."""
+    """One launch, resolved: `fn` on `args`, results copied to the tensors at `outs`, or kept as they are (`keeps`)."""
 
-    __slots__ = ("fn", "args", "outs", "label", "where", "part", "mutates", "kind")
+    __slots__ = ("fn", "args", "outs", "label", "where", "part", "mutates", "kind", "keeps")
 
-    def __init__(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str], kind: str):
+    def __init__(
+        self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str], kind: str,
+        keeps: tuple[Keep, ...] = (),
+    ):  # fmt: skip
         # args: (number of the view, None), (number of the view, strides that the op expects) or (-1, a size)
-        self.fn, self.args, self.outs, self.mutates, self.kind = fn, args, outs, mutates, kind
+        self.fn, self.args, self.mutates, self.kind, self.keeps = fn, args, mutates, kind, keeps
+        # -1: the result is not copied
+        self.outs = [-1 if any(k.result == n for k in keeps) else i for n, i in enumerate(outs)] if keeps else outs
         self.label, self.where = launch.label, launch.where
         # None: the launch spans several parts
         self.part = launch.calls[0][1] if len({part for _, part in launch.calls}) == 1 else None
 
     def __call__(self, tensors: list[Any]) -> None:
-        results = self.fn(*[x if i < 0 else tensors[i] if x is None else _relaid(tensors[i], x) for i, x in self.args])
+        args = [x if i < 0 else tensors[i] if x is None else _relaid(tensors[i], x) for i, x in self.args]
+        results = self.fn(*args)
         for i, result in zip(self.outs, results):
             if i >= 0:
                 tensors[i].copy_(result)
+        if self.keeps:
+            keep(self.keeps, results, args, tensors)
 
 
 def _relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -175,18 +185,21 @@ class Binder:
         self._index: dict[View, int] = {}
         self._relaid: dict[tuple[View, tuple[str, ...]], int] = {}
         self._exprs: dict[tuple[str, Part], int] = {}
+        self._loose = frozenset(plan.loose)
+        self._loose_views: set[int] = set()
         self._read_outside = _readers(flow)
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
         self._num_launches = len(plan.launches)
         self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
         self._instructions: list[Instruction] = []
-        # launches that take a size or another layout are made anew for every binding: (number, launch, function, args, outs, mutates)
+        # launches that take a size or another layout, or keep a result, are made anew for every binding:
+        # (number, launch, function, args, outs, mutates)
         self._sized: list[tuple[int, Launch, Any, list[tuple[int, Any]], list[int], list[str]]] = []
         for number, step in enumerate(plan.steps):
             s = stream_index[step.stream]
             if isinstance(step, Launch):
                 fn, args, outs, mutates = self._resolve(step)
-                if any(i < 0 or x is not None for i, x in args):
+                if any(i < 0 or x is not None for i, x in args) or not self._loose_views.isdisjoint(outs):
                     self._sized.append((number, step, fn, args, outs, mutates))
                 self._instructions.append(Instruction(LAUNCH, s, self._call(fn, args, outs, step, mutates)))
             else:
@@ -194,6 +207,8 @@ class Binder:
         for name in dict.fromkeys(flow.outputs):
             self._view(name, WHOLE)
         self._views = tuple(self._index)
+        written = [i for launch in self._sized for i in launch[4] if i in self._loose_views]
+        self._inside = views_inside(self._views, written)
         self._sizes = self._compile_sizes()
 
     # -- which tensors a launch takes and gives
@@ -202,8 +217,8 @@ class Binder:
         flow, program = self.flow, self.program
         mutates = [v for op, _ in launch.calls for v in flow.op(op).mutates if flow.value[v].role in ("input", "param")]
         if not launch.replace:
-            ((name, part),) = launch.calls
-            unit = program.units[name]
+            part = launch.calls[0][1]
+            unit = self._unit(launch)
             args: list[tuple[int, Any]] = []
             for arg in unit.args:
                 if isinstance(arg, Expr):
@@ -221,15 +236,27 @@ class Binder:
         args = [self._argument(value, part) for value, part in inputs]
         return _as_tuple(function), args, [self._view(value, part) for value, part in outputs], mutates
 
+    def _unit(self, launch: Launch) -> Unit:
+        """The op's unit; of fused ops, the units one after the other."""
+        units = [self.program.units[name] for name, _ in launch.calls]
+        if len(units) == 1:
+            return units[0]
+        needed = {value for value, _ in external_values(self.flow, launch, self._read_outside)[1]}
+        return compose(units, needed)
+
     def _view(self, name: str, part: Part) -> int:
         value = self.flow.value[name]
         view = View(name, part if value.axis is not None else WHOLE)
-        return self._index.setdefault(view, len(self._index))
+        index = self._index.setdefault(view, len(self._index))
+        if name in self._loose:
+            self._loose_views.add(index)
+        return index
 
     def _argument(self, name: str, part: Part) -> tuple[int, int | None]:
         """(number of the view, number of the strides that it must be copied to first)"""
         index, layout = self._view(name, part), self.program.layouts.get(name)
-        if layout is None or layout.expected is None or (part.is_whole and layout.expected == layout.stride):
+        is_as_expected = part.is_whole and name not in self._loose  # a loose tensor has the strides that its op gave it
+        if layout is None or layout.expected is None or (is_as_expected and layout.expected == layout.stride):
             return index, None
         view = View(name, part if self.flow.value[name].axis is not None else WHOLE)
         return index, self._relaid.setdefault((view, layout.expected), len(self._relaid))
@@ -256,6 +283,8 @@ class Binder:
         placed, given, outputs = [], [], []
         for view, i in self._index.items():
             value, k = flow.value[view.value], at[view.part]
+            if view.value in self._loose:
+                continue
             if value.role in ("input", "param"):
                 if value.axis is None or view.part.is_whole:
                     given.append(f"({i}, {view.value!r}, -1, 0, 0)")
@@ -277,9 +306,16 @@ class Binder:
                 outputs.append(f"({view.value!r}, {shape}, {stride})")
         relaid = [_tuple(in_part(e, at[view.part]) for e in expected) for view, expected in self._relaid]
         sizes = [in_part(text, at[part]) for text, part in self._exprs]
-        for name, entries in (("placed", placed), ("given", given), ("outputs", outputs), ("relaid", relaid), ("sizes", sizes)):
-            lines.append(f"  _{name} = {_tuple(entries)}")
-        lines.append("  return _placed, _given, _outputs, _relaid, _sizes")
+        narrow = []
+        for i, inside in self._inside.items():
+            value, w = flow.value[self._views[i].value], at[self._views[i].part]
+            per_row = f"(({value.shape[value.axis]}) // _batch)" if value.axis is not None else ""
+            parts_of = [(j, at[self._views[j].part]) for j in inside]
+            of_i = [f"({j}, {value.axis}, (_lo{k} - _lo{w}) * {per_row}, (_hi{k} - _lo{k}) * {per_row})" for j, k in parts_of]
+            narrow.append(f"({i}, {_tuple(of_i)})")
+        tables = {"placed": placed, "given": given, "outputs": outputs, "relaid": relaid, "sizes": sizes, "narrow": narrow}
+        lines.extend(f"  _{name} = {_tuple(entries)}" for name, entries in tables.items())
+        lines.append(f"  return {', '.join(f'_{name}' for name in tables)}")
         scope: dict[str, Any] = {**SIZE_FUNCTIONS, "_Empty": _Empty}
         exec("\n".join(lines), scope)  # noqa: S102 (generated from our own records)
         self._parts = parts
@@ -290,20 +326,24 @@ class Binder:
         batch_size = sizes[flow.batch[0]] if flow.batch else 1
         memory = memory or bind_memory(flow, plan, sizes)
         try:
-            placed, given, outputs, relaid, numbers = self._sizes(*[sizes[s] for s in flow.symbols], batch_size, memory.offsets)
+            placed, given, outputs, relaid, numbers, narrow = self._sizes(*[sizes[s] for s in flow.symbols], batch_size, memory.offsets)
         except _Empty as empty:
             raise errors.BatchTooSmall(
                 f"the batch of {batch_size} rows is smaller than the plan's parts: part {self._parts[empty.args[0]]} has no row.",
                 fix="let the strategy fall back: `if flow.context.batch_size < n: return flow.sequential(...)`") from None  # fmt: skip
-        instructions = list(self._instructions)
+        instructions, inside = list(self._instructions), dict(narrow)
         for number, launch, fn, args, outs, mutates in self._sized:
             resolved = [(-1, numbers[x]) if i < 0 else (i, None if x is None else relaid[x]) for i, x in args]
-            instructions[number] = instructions[number]._replace(what=self._call(fn, resolved, outs, launch, mutates))
+            keeps = tuple(Keep(n, i, inside[i]) for n, i in enumerate(outs) if i in inside)
+            instructions[number] = instructions[number]._replace(what=self._call(fn, resolved, outs, launch, mutates, keeps))
         return Bound(plan, self.program, sizes, batch_size, memory, tuple(instructions), plan.streams, self._views, placed, given, outputs,
                      self._num_launches, self._num_part_launches)  # fmt: skip
 
-    def _call(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str]) -> Call:
-        return Call(fn, args, outs, launch, mutates, self.flow.op(launch.calls[0][0]).kind)
+    def _call(
+        self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str],
+        keeps: tuple[Keep, ...] = (),
+    ) -> Call:  # fmt: skip
+        return Call(fn, args, outs, launch, mutates, self.flow.op(launch.calls[0][0]).kind, keeps)
 
 
 class _Empty(Exception):

@@ -65,7 +65,7 @@ def test_tiles_rejects_a_gap_and_an_overlap():
         ("plan f\nlaunch g[a 0/2; b] @c", 2, 15, "',' or ']'"),
         ("plan f\nstream c priority=x", 2, 19, "a number"),
         ("plan f\nwait e0 @c extra", 2, 12, "the end of the line"),
-        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, stream, slot, launch, record or wait"),
+        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, stream, slot, loose, launch, record or wait"),
     ],
 )
 def test_rejects_what_does_not_parse(source, line, column, expected):
