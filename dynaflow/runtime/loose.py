@@ -6,12 +6,12 @@ A launch that makes a loose value puts the tensor into the table of the call (`k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dynaflow.ir import WHOLE, Part, covers
+from dynaflow.ir import WHOLE, Flow, Part, covers
 from dynaflow.memory import drop_points
 
 if TYPE_CHECKING:
@@ -38,12 +38,20 @@ def keep(keeps: Sequence[Keep], results: Sequence[torch.Tensor], args: Sequence[
             tensors[other] = tensor.narrow(axis, start, length)
 
 
-def views_inside(views: Sequence[View], written: Sequence[int]) -> dict[int, list[int]]:
-    """Number of the view that a launch writes -> the numbers of the other views of that value that lie in its rows."""
+def narrow_views(flow: Flow, views: Sequence[View], written: Sequence[int], at: Mapping[Part, int]) -> Iterator[tuple[int, list[str]]]:
+    """Per view that a launch writes: its number, and (view, axis, start, length) of every other view in its rows, as expressions.
+
+    `at` numbers the parts: part k has the rows `_lo<k>` to `_hi<k>` of `_batch`.
+    """
     of_value: dict[str, list[int]] = {}
     for i, view in enumerate(views):
         of_value.setdefault(view.value, []).append(i)
-    return {i: [j for j in of_value[views[i].value] if j != i and covers((views[i].part,), views[j].part)] for i in written}
+    for i in written:
+        name, part = views[i]
+        value, inside = flow.value[name], [j for j in of_value[name] if j != i and covers((part,), views[j].part)]
+        each = f"(({value.shape[value.axis]}) // _batch)" if value.axis is not None else "0"
+        rows = [(j, at[views[j].part]) for j in inside]
+        yield i, [f"({j}, {value.axis}, (_lo{k} - _lo{at[part]}) * {each}, (_hi{k} - _lo{k}) * {each})" for j, k in rows]
 
 
 def drops(bound: Bound) -> tuple[tuple[int, ...], ...]:

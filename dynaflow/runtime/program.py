@@ -16,7 +16,7 @@ from dynaflow import errors
 from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers
 from dynaflow.memory import Memory, bind_memory
 from dynaflow.runtime.compose import compose
-from dynaflow.runtime.loose import Keep, keep, views_inside
+from dynaflow.runtime.loose import Keep, keep, narrow_views
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
 
@@ -207,8 +207,7 @@ class Binder:
         for name in dict.fromkeys(flow.outputs):
             self._view(name, WHOLE)
         self._views = tuple(self._index)
-        written = [i for launch in self._sized for i in launch[4] if i in self._loose_views]
-        self._inside = views_inside(self._views, written)
+        self._written = [i for launch in self._sized for i in launch[4] if i in self._loose_views]
         self._sizes = self._compile_sizes()
 
     # -- which tensors a launch takes and gives
@@ -306,13 +305,7 @@ class Binder:
                 outputs.append(f"({view.value!r}, {shape}, {stride})")
         relaid = [_tuple(in_part(e, at[view.part]) for e in expected) for view, expected in self._relaid]
         sizes = [in_part(text, at[part]) for text, part in self._exprs]
-        narrow = []
-        for i, inside in self._inside.items():
-            value, w = flow.value[self._views[i].value], at[self._views[i].part]
-            per_row = f"(({value.shape[value.axis]}) // _batch)" if value.axis is not None else ""
-            parts_of = [(j, at[self._views[j].part]) for j in inside]
-            of_i = [f"({j}, {value.axis}, (_lo{k} - _lo{w}) * {per_row}, (_hi{k} - _lo{k}) * {per_row})" for j, k in parts_of]
-            narrow.append(f"({i}, {_tuple(of_i)})")
+        narrow = [f"({i}, {_tuple(entries)})" for i, entries in narrow_views(flow, self._views, self._written, at)]
         tables = {"placed": placed, "given": given, "outputs": outputs, "relaid": relaid, "sizes": sizes, "narrow": narrow}
         lines.extend(f"  _{name} = {_tuple(entries)}" for name, entries in tables.items())
         lines.append(f"  return {', '.join(f'_{name}' for name in tables)}")
