@@ -28,8 +28,8 @@ from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, graphs, threads
-from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import Bound, Program
 from dynaflow.runtime.ranks import agree
 from dynaflow.runtime.sm_shares import check_shares

@@ -16,10 +16,27 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from dynaflow import errors
 from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers, evaluate
-from dynaflow.memory import Memory, bind_memory, drop_points, internal_values
+from dynaflow.memory import Memory, bind_memory, drop_points
 from dynaflow.runtime.compose import compose
 from dynaflow.runtime.program import (
-    COPIED, KEPT, LAUNCH, MISALIGNED, PLACED, RECORD, WAIT, Arg, Bound, Call, Entry, Expr, Geometry, Instruction, Out, Program, Unit, View,
+    COPIED,
+    KEPT,
+    LAUNCH,
+    MISALIGNED,
+    PLACED,
+    RECORD,
+    WAIT,
+    Arg,
+    Bound,
+    Call,
+    Entry,
+    Expr,
+    Geometry,
+    Instruction,
+    Out,
+    Program,
+    Unit,
+    View,
 )  # fmt: skip
 
 
@@ -61,8 +78,7 @@ class Binder:
         self._readers = _readers(flow)
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
         self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
-        slotted, hidden = {v for v, _ in plan.slots}, internal_values(flow, plan)
-        self.loose = {v.name for v in flow.values if v.role == "temp" and v.name not in slotted and v.name not in hidden}
+        self.loose = frozenset(plan.loose)
         self._units: dict[tuple[str, ...], Unit] = {}
         # 1. launches
         self._steps: list[tuple[int, int, Any]] = []
@@ -126,7 +142,8 @@ class Binder:
 
     def _argument(self, name: str, part: Part) -> _Arg:
         index, layout = self._view(name, part), self.program.layouts.get(name)
-        if layout is None or layout.expected is None or (part.is_whole and layout.expected == layout.stride):
+        is_as_expected = part.is_whole and name not in self.loose and layout is not None and layout.expected == layout.stride
+        if layout is None or layout.expected is None or is_as_expected:
             return _Arg(index, None)
         view = View(name, part if self.flow.value[name].axis is not None else WHOLE)
         return _Arg(index, self._relaid.setdefault((view, layout.expected), len(self._relaid)))

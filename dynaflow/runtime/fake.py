@@ -1,7 +1,8 @@
 """The fake runtime: a plan on the CPU under a chosen interleaving, on real memory poisoned with NaN.
 
 Each stream is a FIFO of instructions; a scheduler picks which stream runs next among those that can. A wait for an event that
-was not recorded before it in host order passes at once, as CUDA has it: a racy plan shows its race here.
+was not recorded before it in host order passes at once, as CUDA has it: a racy plan shows its race here. A launch overwrites the
+memory of loose values that was dropped before it on its stream.
 
     order="issue"    host order, as a machine with one stream would
     order="greedy"   the first declared stream runs as far as it can, then the next
@@ -19,8 +20,9 @@ import torch
 
 from dynaflow.errors import OptionError
 from dynaflow.ir import Plan
-from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.binder import bind
+from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.loose import overwrite, recycled
 from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program
 
 Order = str | int
@@ -42,6 +44,8 @@ def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
         queues[s].append((code, what, target))
         host_order.append(s)
     done: set[int] = set()
+    numbers = [number for number, instruction in enumerate(bound.instructions) if instruction.code == LAUNCH]
+    dropped = {numbers[k]: views for k, views in recycled(bound).items()}
 
     def can_go(s: int) -> bool:
         code, _, target = queues[s][0]
@@ -57,6 +61,7 @@ def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
         code, what, target = queues[s].popleft()
         left -= 1
         if code == LAUNCH:
+            overwrite(run.tensors, dropped.get(target, ()))
             run.launch(what)
         elif code == RECORD:
             done.add(target)

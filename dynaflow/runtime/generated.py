@@ -205,6 +205,11 @@ class _Writer:
         else:
             self.enter(s)
         args = [self.argument(k, j, arg) for j, arg in enumerate(call.args)]
+        if call.entry.inputs is not None:
+            args = [
+                args[x] if isinstance(x, int) else self.constant(f"c{k}_{j}", f"calls[{k}].entry.inputs[{j}][0]")
+                for j, x in enumerate(call.entry.inputs)
+            ]
         for j, (out, own) in enumerate(zip(call.outs, call.entry.own)):
             if not own:
                 place = self.constant(f"geometry{k}_{j}", f"calls[{k}].outs[{j}].scratch") if out.scratch else ""

@@ -38,10 +38,12 @@ class Unit:
 class Entry:
     """A unit for given sizes: what to call, and what becomes of its results."""
 
-    # takes the unit's arguments, then a destination for each out that has no entry in `own`; returns one tensor per out
+    # takes `inputs`, then a destination for each out that has no reason in `own`; returns one tensor per out
     call: Callable[[list[Any]], Sequence[Any]]
     # per out: why it comes back as a tensor that the unit allocated; "" where it is written straight into its destination
     own: tuple[str, ...]
+    # what `call` takes: the number of an argument, or a constant in a tuple of one. None: the arguments as they are
+    inputs: tuple[int | tuple[Any], ...] | None = None
     # bytes that every tensor that goes in must be aligned to
     alignment: int = 1
     # what it allocates besides its outs, at its peak
@@ -149,6 +151,8 @@ class Call:
 
     def __call__(self, tensors: list[Any]) -> None:
         args = [self._argument(a, tensors) for a in self.args]
+        if self.entry.inputs is not None:
+            args = [args[x] if isinstance(x, int) else x[0] for x in self.entry.inputs]
         for out, own in zip(self.outs, self.entry.own):
             if not own:
                 args.append(tensors[out.view] if out.scratch is None else scratch(out.scratch))

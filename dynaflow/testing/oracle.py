@@ -5,6 +5,7 @@ caller: his work before the plan and his work after it are instructions of his s
 
     a result differs from the program's          (rows that were never written are poison)
     a launch raises, or writes outside its memory
+    memory that was dropped goes to another launch, and somebody still reads it
     every stream waits                           (deadlock)
     a launch runs before the caller's work is done, or after he went on
     two interleavings use a process group in different order     (two ranks could wait for each other)
@@ -26,6 +27,7 @@ from dynaflow.errors import BatchTooSmall
 from dynaflow.ir import CALLER, Launch, Plan, Record
 from dynaflow.memory import Memory
 from dynaflow.runtime.binder import bind
+from dynaflow.runtime.loose import overwrite, recycled
 from dynaflow.runtime.program import LAUNCH, Bound, Call
 from dynaflow.testing.flows import Case
 
@@ -65,6 +67,8 @@ def run_once(
     except Exception as error:
         return f"its memory cannot be made: {type(error).__name__}: {error}", {}
     queues = _queues(plan, bound)
+    launches = plan.launches
+    dropped = {id(launches[k]): views for k, views in recycled(bound).items()}
     groups = {op.name: [t for t in op.uses if t.startswith("group:")] for op in case.flow.ops}
     used: dict[str, list[str]] = {}
     recorded: set[int] = set()
@@ -82,6 +86,7 @@ def run_once(
             if is_after:
                 return f"'{launch.label}' ran after the caller went on", used
             try:
+                overwrite(tensors, dropped.get(id(launch), ()))
                 _run(what, tensors)
             except Exception as error:
                 return f"'{launch.label}' raised {type(error).__name__}: {error}", used
