@@ -136,17 +136,18 @@ class Binder:
         return self._units[key]
 
     def _view(self, name: str, part: Part) -> int:
-        value = self.flow.value[name]
-        view = View(name, part if value.axis is not None else WHOLE)
-        return self._index.setdefault(view, len(self._index))
+        return self._index.setdefault(self._rows(name, part), len(self._index))
+
+    def _rows(self, name: str, part: Part) -> View:
+        """The same rows are the same view, however they are written: 2:4/4 is 1/2."""
+        return View(name, part.lowest_terms if self.flow.value[name].axis is not None else WHOLE)
 
     def _argument(self, name: str, part: Part) -> _Arg:
         index, layout = self._view(name, part), self.program.layouts.get(name)
         is_as_expected = part.is_whole and name not in self.loose and layout is not None and layout.expected == layout.stride
         if layout is None or layout.expected is None or is_as_expected:
             return _Arg(index, None)
-        view = View(name, part if self.flow.value[name].axis is not None else WHOLE)
-        return _Arg(index, self._relaid.setdefault((view, layout.expected), len(self._relaid)))
+        return _Arg(index, self._relaid.setdefault((self._rows(name, part), layout.expected), len(self._relaid)))
 
     def _views_inside(self) -> list[tuple[int, int]]:
         """(written view, narrower view) of values that may be kept as they were made."""

@@ -6,7 +6,7 @@ Values made inside are passed on directly, whether or not they also leave. The r
 from __future__ import annotations
 
 import operator
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from torch import fx
 
@@ -34,13 +34,18 @@ def compose(units: Sequence[Unit], outs: Sequence[str]) -> Unit:
         if isinstance(unit.fn, fx.GraphModule):
             results = _inline(graph, unit.fn, inputs, attributes)
         else:
-            result = graph.call_function(unit.fn, tuple(inputs))
+            result = graph.call_function(_function(unit.fn), tuple(inputs))
             results = [graph.call_function(operator.getitem, (result, k)) for k in range(len(unit.outs))]
         made.update(zip(unit.outs, results))
     graph.output(tuple(made[name] for name in outs))
     graph.lint()
     fresh = frozenset().union(*(unit.fresh for unit in units)) & set(outs)
     return Unit(fx.GraphModule(attributes, graph, class_name="fused"), tuple(args), tuple(outs), fresh)
+
+
+def _function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fx wants a name of what it calls."""
+    return fn if hasattr(fn, "__name__") else lambda *args: fn(*args)
 
 
 def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any], attributes: dict[str, Any]) -> Sequence[Any]:
