@@ -1,0 +1,1 @@
+"""Ops compiled by Inductor, writing where they are told."""
