@@ -91,6 +91,8 @@ def compile_graph(fn: fx.GraphModule, shape: Structure, autocast: Autocast, numb
     named = {f"n{i}": n for i, n in enumerate(numbers)}
     graph = canonical_graph(fn, shape, named if static else None)
     (output,) = [n for n in graph.graph.nodes if n.op == "output"]
+    if not isinstance(output.args[0], (tuple, list)):
+        raise NotCompiled("the graph does not return a tuple")
     num_outputs = len(output.args[0])
     # 1. example inputs
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)

@@ -172,7 +172,7 @@ def peak_bytes(wrapper: Wrapper, numbers: Mapping[str, int], replaced: frozenset
     libraries, count as nothing.
     """
     scope: dict[str, Any] = {"max": max, "min": min, **numbers}
-    asserted = {s.uses[1]: s for s in wrapper.statements if s.kind == "assert" and s.shape is not None and len(s.uses) > 1}
+    asserted = {s.uses[0]: s for s in wrapper.statements if s.kind == "assert" and s.shape is not None and s.uses}
     # name -> memory that it keeps alive
     holds: dict[str, set[str]] = {}
     nbytes: dict[str, int] = {}

@@ -48,7 +48,7 @@ class Statement:
     kind: str
     # the name that it binds
     makes: str = ""
-    # names that it uses, in order of first use
+    # names of `call`'s own that it uses, in order of first use
     uses: tuple[str, ...] = ()
     # what it calls: "extern_kernels.mm", "triton_poi_fused_relu_0"; for a symbol: its expression
     target: str = ""
@@ -114,7 +114,7 @@ class _Reader:
                 raise NotUnderstood("statements after the return")
             if isinstance(node, ast.Return):
                 outputs = self._outputs(node)
-                statements.append(Statement("return", uses=_names(node), span=self._span(node)))
+                statements.append(Statement("return", uses=self._names(node), span=self._span(node)))
                 continue
             new = [self._statement(node)] if not isinstance(node, ast.Delete) else list(self._frees(node))
             statements.extend(new)
@@ -140,6 +140,11 @@ class _Reader:
     def _span(self, node: Any) -> tuple[int, int]:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
+    def _names(self, node: ast.AST) -> tuple[str, ...]:
+        """Names of `call`'s own that are used here; functions and constants of the module are not."""
+        found = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in self._bound]
+        return tuple(dict.fromkeys(n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
+
     def _frees(self, node: ast.Delete) -> Iterator[Statement]:
         for target in node.targets:
             if not isinstance(target, ast.Name):
@@ -153,12 +158,12 @@ class _Reader:
             return self._assign(node.targets[0], node.value, node)
         is_check = isinstance(node, ast.If) and not node.orelse and all(isinstance(n, ast.Raise) for n in node.body)
         if isinstance(node, ast.Assert) or is_check:
-            return Statement("assert", uses=_names(node), span=self._span(node))
+            return Statement("assert", uses=self._names(node), span=self._span(node))
         raise NotUnderstood(ast.unparse(node).splitlines()[0])
 
     def _call(self, call: ast.Call) -> Statement:
         target = ast.unparse(call.func)
-        uses, span = _names(call), self._span(call)
+        uses, span = self._names(call), self._span(call)
         if target == "assert_size_stride" and isinstance(call.args[0], ast.Name):
             return Statement("assert", "", uses, target, _items(call.args[1]), _items(call.args[2]), span=span)
         if target.startswith("assert_"):
@@ -174,7 +179,7 @@ class _Reader:
         raise NotUnderstood(ast.unparse(call))
 
     def _assign(self, target: ast.expr, value: ast.expr, node: ast.stmt) -> Statement:
-        span, uses = self._span(value), _names(value)
+        span, uses = self._span(value), self._names(value)
         if isinstance(value, ast.Name) and value.id == "args":
             elements = target.elts if isinstance(target, ast.Tuple) else []
             if self._args or not elements or not all(isinstance(e, ast.Name) for e in elements):
@@ -189,17 +194,17 @@ class _Reader:
         if called == "copy_if_misaligned" and uses == (name,) and name in self._args:
             return Statement("setup", name, uses, called, span=span)
         if called == "get_raw_stream":
+            self._bound.add(name)
             return Statement("setup", name, uses, called, span=span)
         if name in self._bound and re.match(r"(buf|arg)\d", name):
             raise NotUnderstood(f"{name} is bound twice")
+        self._bound.add(name)
         if alias := self._alias(value, name):
-            self._bound.add(name)
             return alias
         if not re.match(r"(buf|workspace_?|semaphores_?)\d*", name):
             return Statement("symbol", name, uses, ast.unparse(value), span=span)
-        self._bound.add(name)
         if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
-            return Statement("item", name, uses, span=span)
+            return Statement("item", name, (value.value.id,), span=span)
         if isinstance(value, ast.Call) and (match := re.fullmatch(r"empty_strided_(cpu|cuda|xpu|mtia)", called)) and len(value.args) == 3:
             dtype = ast.unparse(value.args[2])
             return Statement("allocate", name, uses, called, _items(value.args[0]), _items(value.args[1]), "0", dtype, match[1], span)
@@ -212,7 +217,8 @@ class _Reader:
     def _alias(self, value: ast.expr, name: str = "") -> Statement | None:
         """A name, or reinterpret_tensor of a name, that stands for memory."""
         span = self._span(value)
-        if isinstance(value, ast.Name) and re.match(r"(buf|arg)\d", value.id) and (not name or name.startswith("buf")):
+        is_memory = isinstance(value, ast.Name) and (re.match(r"buf\d", value.id) or value.id in self._args)
+        if isinstance(value, ast.Name) and is_memory and (not name or name.startswith("buf")):
             return Statement("alias", name, (value.id,), span=span)
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor" and len(value.args) == 4:
             base = value.args[0]
@@ -224,11 +230,7 @@ class _Reader:
     def _outputs(self, node: ast.Return) -> tuple[Statement, ...]:
         if not isinstance(node.value, ast.Tuple):
             raise NotUnderstood(ast.unparse(node))
-        return tuple(self._alias(e) or Statement("own", "", _names(e), ast.unparse(e)) for e in node.value.elts)
-
-
-def _names(node: ast.AST) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name)))
+        return tuple(self._alias(e) or Statement("own", "", self._names(e), ast.unparse(e)) for e in node.value.elts)
 
 
 def _items(node: ast.expr) -> tuple[str, ...]:
