@@ -45,8 +45,10 @@ def compose(units: Sequence[Unit], needed: Collection[str]) -> Unit:
         values: list[Any] = [*given, *(None for _ in range(num_registers - len(given)))]
         del given
         for fn, takes, makes, last in steps:
-            for r, result in zip(makes, fn(*[values[r] for r in takes])):
-                values[r] = result
+            results = fn(*[values[r] for r in takes])
+            for k, r in enumerate(makes):
+                values[r] = results[k]
+            del results  # or it would live until the next ones are made
             for r in last:
                 values[r] = None
         return [values[r] for r in returned]
