@@ -27,7 +27,10 @@ def test_colours_follow_the_rows():
     assert part_colours([UNEVEN]) == {"0:3/8": PART_COLOURS[0], "3:8/8": PART_COLOURS[1]}
 
 
-@pytest.mark.parametrize("timelines", [[SEQUENTIAL], [SEQUENTIAL, TWO, UNEVEN], [FUSED], [Timeline(())]], ids=["one", "three", "fused", "empty"])
+DRAWN = {"one": [SEQUENTIAL], "three": [SEQUENTIAL, TWO, UNEVEN], "fused": [FUSED], "empty": [Timeline(())]}
+
+
+@pytest.mark.parametrize("timelines", DRAWN.values(), ids=DRAWN)
 def test_picture_is_a_png(timelines, tmp_path):
     picture(timelines, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
