@@ -182,6 +182,12 @@ class Sources:
                 reason = self._unsplittable(arg, seen)
         return reason
 
+    def is_fresh(self, node: fx.Node) -> bool:
+        """Whether what a node returns is sure to be memory of its own. `contiguous`, `reshape` and `to` copy only if they must."""
+        calls = set(self.facts.nodes[node].calls)
+        copies = {"aten.clone.default", "aten._to_copy.default"} & calls
+        return bool(calls) and (not copies or node.target in ("clone", torch.clone))
+
     def may_alias(self, node: fx.Node) -> bool:
         """Whether a node copies only if it must (contiguous, reshape, to), and its copy or what it copied is changed in place later."""
         info, result = self.facts.nodes[node], self.facts.fake[node]

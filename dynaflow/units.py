@@ -186,7 +186,8 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         ops.append(_op(group, unit, made[group.name], facts, sources, values, names))
         exported = [unit.export(key) for key in made[group.name]]
         fn = unit.finish(gm, exported, group.name)
-        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]))
+        fresh = frozenset(names[k] for k in made[group.name] if sources.is_fresh(k[0]))
+        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]), fresh, (group.name,))
     epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
     records = [values.record(key) for key in names]
     outputs = tuple(names[key] for key in epilogue.values)

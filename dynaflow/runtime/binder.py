@@ -37,6 +37,7 @@ from dynaflow.runtime.program import (
     Program,
     Unit,
     View,
+    same_stride,
 )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ class _Binding:
             return fixed
         entry = self._entry(work)
         args = tuple([self._arg(a, entry) for a in work.args])
-        outs = tuple([self._out(i, own, entry, work) for i, own in zip(work.outs, entry.own)])
+        outs = tuple([self._out(i, k, entry, work) for k, i in enumerate(work.outs)])
         call = Call(entry, args, outs, work.launch, work.mutates, work.kind)
         if not entry.source and all(a.view >= 0 and a.stride is None for a in args) and all(o.how == COPIED for o in outs):
             self._binder.fixed[id(work)] = call  # the same for all sizes
@@ -301,22 +302,27 @@ class _Binding:
         stride = None if arg.number is None else self._relaid[arg.number]
         return Arg(arg.view, stride, not self._is_aligned(arg.view, entry.alignment))
 
-    def _out(self, i: int, own: str, entry: Entry, work: _Work) -> Out:
-        binder = self._binder
+    def _out(self, i: int, k: int, entry: Entry, work: _Work) -> Out:
+        binder, own = self._binder, entry.own[k]
         _, name, _, shape, stride = self._placed[i]
         is_loose, is_fresh = name in binder.loose, name in work.unit.fresh
         if is_loose or (own and is_fresh and i in binder.whole_outputs):
             inside = tuple(self._inside.get(i, ()))
             self.kept.update((i, *(r for r, *_ in inside)))
-            layout = binder.program.layouts[name]
-            place = None if own else Geometry(shape, stride, layout.dtype, layout.device)
-            return Out(i, KEPT, stride, inside, place, own if own and not is_fresh else "")
+            return Out(i, KEPT, stride, inside, None if own else self._scratch(i, k, entry), own if own and not is_fresh else "")
         if own:
             return Out(i, COPIED, reason=own)
         if not self._is_aligned(i, entry.alignment):
-            layout = binder.program.layouts[name]
-            return Out(i, COPIED, scratch=Geometry(shape, stride, layout.dtype, layout.device), reason=MISALIGNED)
+            return Out(i, COPIED, scratch=self._scratch(i, k, entry), reason=MISALIGNED)
+        if not same_stride(shape, stride, self._scratch(i, k, entry).stride):
+            return Out(i, COPIED, scratch=self._scratch(i, k, entry), reason="the batch is not the outermost dim of what it makes")
         return Out(i, PLACED)
+
+    def _scratch(self, i: int, k: int, entry: Entry) -> Geometry:
+        """A destination as the unit wants it."""
+        _, name, _, shape, stride = self._placed[i]
+        layout = self._binder.program.layouts[name]
+        return Geometry(shape, (entry.strides[k] if entry.strides else None) or stride, layout.dtype, layout.device)
 
     def _is_aligned(self, i: int, alignment: int) -> bool:
         """Of views into memory that starts aligned, as arenas, outputs and (checked per call) inputs do."""

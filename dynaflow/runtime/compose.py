@@ -40,7 +40,8 @@ def compose(units: Sequence[Unit], outs: Sequence[str]) -> Unit:
     graph.output(tuple(made[name] for name in outs))
     graph.lint()
     fresh = frozenset().union(*(unit.fresh for unit in units)) & set(outs)
-    return Unit(fx.GraphModule(attributes, graph, class_name="fused"), tuple(args), tuple(outs), fresh)
+    ops = tuple(op for unit in units for op in unit.ops)
+    return Unit(fx.GraphModule(attributes, graph, class_name="fused"), tuple(args), tuple(outs), fresh, ops)
 
 
 def _function(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ class Deadlock(RuntimeError):
 
 
 def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
+    run.is_ahead = True  # what is dropped, and overwritten by its next owner, is decided in host order
     queues: list[deque[tuple[int, Any, Any]]] = [deque() for _ in range(len(bound.streams) + 1)]
     recorded_at: dict[str, int] = {}
     host_order = []

@@ -34,6 +34,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow.ir import Part
+from dynaflow.runtime.lanes import story
 from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, Call, Out, relaid, scratch
 
 # names of the generated function that no value may take
@@ -58,7 +59,8 @@ class Code(NamedTuple):
         trace, found = error.__traceback__, None
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == self.path:
-                found = self.launch_at.get(trace.tb_lineno)
+                # a line behind a launch (its results are put in place) belongs to it
+                found = max(((line, n) for line, n in self.launch_at.items() if line <= trace.tb_lineno), default=(0, None))[1]
             trace = trace.tb_next
         return found
 
@@ -305,6 +307,32 @@ class _Writer:
         return self._arenas[key]
 
 
+def run(bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = None, eager: frozenset[int] = frozenset()) -> Any:
+    """Issue everything; the outputs in the order of `bound.outputs`. An error says which launch raised it."""
+    code = code_of(bound, eager)
+    try:
+        return code.run(inputs, streams, between)
+    except BaseException as error:
+        streams.join()
+        number = code.failed_launch(error)
+        if number is not None:
+            calls = bound.calls
+            written: dict[str, list[str]] = {}
+            for call in calls[: number + 1]:
+                for name in call.mutates:
+                    written.setdefault(name, []).append(call.label)
+            error.add_note(story(bound, calls[number], written))
+        raise
+
+
+def code_of(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
+    codes = bound.__dict__.setdefault("_codes", {})
+    if eager not in codes:
+        codes[eager] = generate(bound, eager)
+    code: Code = codes[eager]
+    return code
+
+
 class NoStreams:
     """Streams of a machine that has one: launches run in host order."""
 
@@ -320,6 +348,9 @@ class NoStreams:
         self.all = (self._Stream(),) * num_streams
 
     def set_stream(self, stream: Any) -> None:
+        pass
+
+    def join(self) -> None:
         pass
 
 

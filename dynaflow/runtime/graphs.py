@@ -34,8 +34,21 @@ MAX_WASTED = 8
 
 Step = Callable[[], Sequence[torch.Tensor]]
 Between = Callable[[Step], Sequence[torch.Tensor]]
-# issues all work on the given tensors (one per argument, None where it is no tensor), eager steps through `between`; returns the outputs
-Body = Callable[[Sequence[Any], Between], Sequence[torch.Tensor]]
+
+
+class Body(Protocol):
+    """Issues all work on the given arguments, eager steps through `between`; returns the outputs."""
+
+    def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]: ...
+
+    # arguments that are changed in place
+    changed: Sequence[int]
+
+    def has_steps(self) -> bool: ...
+
+    def learn(self, error: BaseException) -> bool:
+        """What could not be recorded becomes an eager step; False where the error says nothing of the kind."""
+        ...
 
 
 class Recorder(Protocol):
@@ -47,9 +60,9 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, device: torch.device):
         self._pool = pool
-        self._generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        self._generator = torch.cuda.default_generators[device.index or 0]
 
     def begin(self) -> None:
         self._spare = self._generator.clone_state()
@@ -186,7 +199,8 @@ class Slots:
         views = self._views.get(key)
         if views is None:
             views = self._views[key] = [
-                self.given[i] if rows is None else self.given[i].narrow(rows[0], 0, args[i].shape[rows[0]]) for i, rows in self._copied.items()
+                self.given[i] if rows is None else self.given[i].narrow(rows[0], 0, args[i].shape[rows[0]])
+                for i, rows in self._copied.items()
             ]
         for view, i in zip(views, self._copied):
             view.copy_(args[i], non_blocking=True)
@@ -268,13 +282,20 @@ class Recordings:
     def _record(self, given: Sequence[Any], body: Body) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
-        try:
-            if self._device.type != "cuda":
-                return Recording(body, given, None)
-            with torch.cuda.device(self._device):
-                return Recording(body, given, CudaRecorder(self._pool))
-        except Exception as error:
-            raise _Unrecordable(f"{type(error).__name__}: {error}") from error
+        while True:
+            # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
+            saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() else []
+            try:
+                return Recording(body, given, self.make_recorder())
+            except Exception as error:
+                for tensor, before in saved:
+                    tensor.copy_(before)
+                if not body.learn(error):
+                    raise _Unrecordable(f"{type(error).__name__}: {error}") from error
+                log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
+
+    def make_recorder(self) -> Recorder | None:
+        return CudaRecorder(self._pool, self._device) if self._device.type == "cuda" else None
 
     def _num_recordings(self) -> int:
         return sum(len(bucket.recordings) for bucket in self._kept.values())

@@ -7,6 +7,7 @@ instructions. `Bound.tensors` makes the views for one call; a runtime then issue
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Callable, Mapping, NamedTuple, Protocol, Sequence
 
 import torch
@@ -32,6 +33,8 @@ class Unit:
     outs: tuple[str, ...]
     # the outs whose result is sure to be memory of its own; others might, for some sizes, be an argument or a view of one
     fresh: frozenset[str] = frozenset()
+    # the flow's ops that it is made of
+    ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Entry:
     own: tuple[str, ...]
     # what `call` takes: the number of an argument, or a constant in a tuple of one. None: the arguments as they are
     inputs: tuple[int | tuple[Any], ...] | None = None
+    # per out: the strides that it is written with; None: the destination's own
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
     # bytes that every tensor that goes in must be aligned to
     alignment: int = 1
     # what it allocates besides its outs, at its peak
@@ -175,17 +180,16 @@ class Call:
 
 def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with the given strides, copied if it has others; expanded dims (stride 0) stay expanded."""
-    if has_stride(tensor, stride):
+    if same_stride(tensor.shape, tensor.stride(), stride):
         return tensor
     shape = [1 if step == 0 else size for size, step in zip(tensor.shape, stride)]
     small = tensor.as_strided(shape, tensor.stride(), tensor.storage_offset())
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(small).expand(tensor.shape)
 
 
-def has_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+def same_stride(shape: Sequence[int], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Steps along dims of one element do not count."""
-    mine = tensor.stride()
-    return mine == stride or all(a == b or size == 1 for a, b, size in zip(mine, stride, tensor.shape))
+    return one == other or all(a == b or size == 1 for a, b, size in zip(one, other, shape))
 
 
 def scratch(geometry: Geometry) -> torch.Tensor:
@@ -234,6 +238,19 @@ class Bound:
     @property
     def calls(self) -> list[Call]:
         return [what for code, _, what in self.instructions if code == LAUNCH]
+
+    @cached_property
+    def inside(self) -> dict[int, tuple[int, ...]]:
+        """Kept result -> the views inside it."""
+        return {out.view: tuple(r[0] for r in out.inside) for call in self.calls for out in call.outs if out.how == KEPT}
+
+    @cached_property
+    def touched(self) -> list[list[int]]:
+        """Per launch: the kept results that it makes or reads, by the number of their view. For runtimes that run ahead of the host."""
+        root = {i: view for view, inside in self.inside.items() for i in (view, *inside)}
+        outputs = {i for _, i in self.outputs}
+        views = [{a.view for a in call.args} | {o.view for o in call.outs} for call in self.calls]
+        return [sorted({root[i] for i in numbers if i in root} - outputs) for numbers in views]
 
     @property
     def copies(self) -> list[Copy]:

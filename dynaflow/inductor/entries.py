@@ -1,0 +1,117 @@
+"""Units of a flow -> entries that Inductor compiled; and the graph as a whole, compiled as torch.compile would."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import logging
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from dynaflow.inductor.structure import NotCompiled, Spec
+from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
+from dynaflow.ir import Flow
+from dynaflow.runtime.program import Entry, Expr, Layout, Unit
+from dynaflow.units import own
+
+log = logging.getLogger("dynaflow")
+
+# kinds of ops that gain nothing from a compiler
+_AS_THEY_ARE = ("network", "copy")
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class Inductor:
+    """Entries for the units of one flow. Equal units, of any flow, are compiled once."""
+
+    def __init__(self, flow: Flow, layouts: Mapping[str, Layout], is_recorded: bool):
+        self._flow, self._layouts, self._is_recorded = flow, layouts, is_recorded
+        # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
+        self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
+        self._eager = {flow_op: why for flow_op, why in ((op.name, _why_eager(op.kind)) for op in flow.ops) if why}
+        # why units run eagerly
+        self.reasons: dict[str, str] = {}
+
+    def can_fuse(self, name: str) -> bool:
+        return name not in self._eager
+
+    def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None:
+        try:
+            compiled = self._compiled(unit)
+            if compiled is None:
+                return None
+            variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
+            strides = variant.strides(sizes)
+        except NotCompiled as error:
+            self._note(unit, str(error))
+            return None
+        return Entry(
+            variant.call, variant.own,
+            tuple((sizes[x],) if isinstance(x, str) else x if isinstance(x, int) else (x,) for x in variant.inputs), strides,
+            ALIGNMENT if self._is_cuda(unit) else 1, variant.peak_bytes(sizes) or 0, variant.source, variant.path,
+        )  # fmt: skip
+
+    def _compiled(self, unit: Unit) -> CompiledUnit | None:
+        if id(unit) not in self._units:
+            self._units[id(unit)] = (unit, self._prepare(unit))
+        return self._units[id(unit)][1]
+
+    def _prepare(self, unit: Unit) -> CompiledUnit | None:
+        if not isinstance(unit.fn, fx.GraphModule) or any(name in self._eager for name in unit.ops):
+            return None
+        args = [arg if isinstance(arg, Expr) else self._spec(arg) for arg in unit.args]
+        return CompiledUnit(_copies_always(unit.fn), args, self._flow.symbols)
+
+    def _spec(self, name: str) -> Spec:
+        layout = self._layouts[name]
+        return Spec(self._flow.value[name].shape, layout.expected or layout.stride, layout.dtype, layout.device)
+
+    def _is_cuda(self, unit: Unit) -> bool:
+        names = [a for a in (*unit.args, *unit.outs) if isinstance(a, str)]
+        return any(self._layouts[name].device.type == "cuda" for name in names)
+
+    def _note(self, unit: Unit, reason: str) -> None:
+        label = unit.ops[0] if len(unit.ops) == 1 else f"{unit.ops[0]}..{unit.ops[-1]}"
+        if self.reasons.setdefault(label, reason) is reason:
+            log.warning("%s runs eagerly: %s", label, reason)
+
+
+def _why_eager(kind: str) -> str:
+    return f"{kind} ops run as they are" if kind in _AS_THEY_ARE else ""
+
+
+def _has_convolution(unit: Unit) -> bool:
+    """Under symbolic sizes Inductor gives up the layouts that convolutions want."""
+    assert isinstance(unit.fn, fx.GraphModule)
+    return any("conv" in str(getattr(n.target, "__name__", n.target)) for n in unit.fn.graph.nodes if n.op == "call_function")
+
+
+def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
+    """`own` looks at addresses, which a compiler does not have: a copy that may be changed in place is always made."""
+    if not any(n.target is own for n in module.graph.nodes):
+        return module
+    module = copy.deepcopy(module)
+    for node in module.graph.nodes:
+        if node.target is own:
+            node.target, node.args = torch.clone, node.args[:1]
+    module.recompile()
+    return module
+
+
+# -- the graph as a whole
+
+
+def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
+    what Inductor assumes of sizes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), inputs)  # type: ignore[assignment]
+    return compiled
