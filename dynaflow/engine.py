@@ -105,6 +105,7 @@ class CapturedGraph:
         # the batch size, where Dynamo made it a constant
         self.fixed_batch = fixed
         self.refusal: Fallback | None = None
+        self.is_empty = not any(n.op.startswith("call_") for n in gm.graph.nodes)
         # `with torch.enable_grad()` inside the model
         self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
         self._recordings: graphs.Recordings | None = None
@@ -117,7 +118,9 @@ class CapturedGraph:
         try:
             self._analyse(inputs, axes, symbols)
         except errors.DynaFlowError as error:
-            self.refusal = Fallback(str(error), error)
+            # the sequential graph is what Sequential asks for, whether a plan could be made or not
+            is_wanted = isinstance(error, Unplannable) and isinstance(settings.strategy, Sequential)
+            self.refusal = Fallback(str(error), error, is_wanted)
         except Exception as error:
             self.refusal = self._our_bug("analysed", error)
         settings.count(captures=1)
@@ -173,7 +176,9 @@ class CapturedGraph:
         return result
 
     def _call(self, *args: Any) -> Any:
-        self.settings.count(calls=1)
+        self.settings.count_call()
+        if self.is_empty:
+            return self.gm.forward(*args)  # the model returned what it was given: there is nothing to plan
         is_grad = torch.is_grad_enabled() or self._enables_grad
         if is_grad and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._fall_back(Fallback("gradients are needed: the sequential graph runs under autograd"), args)
@@ -313,7 +318,7 @@ class CapturedGraph:
                 tensors = bound.tensors(values, poison=settings.runtime.startswith("fake"))
                 self._issue(bound, Run(bound, tensors, self._part_contexts(bound)))
                 outputs = bound.results(tensors)
-            settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
+            settings.count_planned(bound.num_launches, bound.num_part_launches)
             values.update(outputs)
             epilogue = built.epilogue
             return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, bound.sizes) for a in epilogue.args])

@@ -11,9 +11,11 @@ memory are not decided here (`sync.py`, `memory.py`). The planner never looks at
 
 from __future__ import annotations
 
+import re
 import sys
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from math import lcm
 from types import FrameType
@@ -200,7 +202,7 @@ class Planner:
             raise errors.UnknownOp("flow.execute got an empty list.", where=where, fix="pass at least one ready op")
         if replace is not None:
             calls = tuple((item.name, item.part) for item in group)
-            name = self._function(replace, where)
+            name = self._function(replace)
             if self._check_replacement is not None:
                 self._check_replacement(replace, calls, where)
             for item in group:
@@ -330,14 +332,14 @@ class Planner:
         self._streams[name] = new
         return name
 
-    def _function(self, function: Callable[..., Any], where: str) -> str:
-        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        name = name.replace("<locals>.", "").replace("<", "").replace(">", "")
-        if self.functions.setdefault(name, function) != function:
-            raise errors.ReplacementMismatch(
-                f"two different replacement functions are both named {name}.", where=where,
-                why="a plan names functions by their qualified name", fix="give them different names")  # fmt: skip
-        return name
+    def _function(self, function: Callable[..., Any]) -> str:
+        """The function's qualified name; with a number where the plan has others of that name, in order of their first use."""
+        name, number = _qualified_name(function), 0
+        free = name
+        while self.functions.setdefault(free, function) != function:
+            number += 1
+            free = f"{name}.{number}"
+        return free
 
     def _not_ready(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> errors.StrategyError:
         if self._done[item._item]:
@@ -365,6 +367,20 @@ class Planner:
         if text is None:
             text = self._lines[key] = f"{key[0]}:{key[1]}"
         return text
+
+
+def _qualified_name(function: Any) -> str:
+    """`strategies.mine.fused`; of a functools.partial `strategies.mine.scale(2;by=3)`. The same in every process."""
+    if isinstance(function, partial):
+        given = [*map(_value_name, function.args), *(f"{key}={_value_name(value)}" for key, value in function.keywords.items())]
+        return f"{_qualified_name(function.func)}({';'.join(given)})"
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return name.replace("<locals>.", "").replace("<", "").replace(">", "")
+
+
+def _value_name(value: Any) -> str:
+    text = str(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
+    return re.sub(r"[\s@,\[\]#;()<>]", "_", text)[:40]
 
 
 def sequential_plan(flow: Flow, reason: str, context: tuple[str, ...] = ()) -> Plan:

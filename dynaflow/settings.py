@@ -67,6 +67,21 @@ class Settings:
                 for name, amount in amounts.items():
                     setattr(stats, name, getattr(stats, name) + amount)
 
+    def count_call(self) -> None:
+        with _counting:  # spelt out: this is on the path of every call
+            self.stats.calls += 1
+            TOTAL.calls += 1
+
+    def count_planned(self, num_launches: int, num_part_launches: int) -> None:
+        mine, total = self.stats, TOTAL
+        with _counting:
+            mine.planned_calls += 1
+            total.planned_calls += 1
+            mine.num_launches += num_launches
+            total.num_launches += num_launches
+            mine.num_part_launches += num_part_launches
+            total.num_part_launches += num_part_launches
+
     def count_fallback(self, reason: str) -> bool:
         """Returns whether it is the first of its kind."""
         with _counting:

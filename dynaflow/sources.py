@@ -170,17 +170,21 @@ class Sources:
 
     def unsplittable(self, node: fx.Node) -> str:
         """Why a node cannot run on a part: for its own reason, or because a view that it would make anew mixes the batch (`x[0]`)."""
-        return self._unsplittable(node, set())
-
-    def _unsplittable(self, node: fx.Node, seen: set[fx.Node]) -> str:
-        reason = self.facts.nodes[node].unsplittable
-        for arg in node.all_input_nodes:
-            while arg in self.alias:
-                arg = self.alias[arg]
-            if not reason and arg not in seen and self.kind[arg] in ("view", "project"):
-                seen.add(arg)
-                reason = self._unsplittable(arg, seen)
-        return reason
+        seen: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if reason := self.facts.nodes[node].unsplittable:
+                return reason
+            for arg in reversed(node.all_input_nodes):
+                while arg in self.alias:
+                    arg = self.alias[arg]
+                if self.kind[arg] in ("view", "project"):
+                    stack.append(arg)
+        return ""
 
     def is_fresh(self, node: fx.Node) -> bool:
         """Whether what a node returns is sure to be memory of its own. `contiguous`, `reshape` and `to` copy only if they must."""

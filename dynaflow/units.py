@@ -80,10 +80,24 @@ class _UnitGraph:
         self._open = brackets
 
     def load(self, node: fx.Node) -> Any:
-        """The node's result, as something that this graph can use."""
-        if node not in self.env:
-            self.env[node] = self._load(node)
+        """The node's result, as something that this graph can use. Not recursive: chains of views may be long."""
+        stack = [node] if node not in self.env else []
+        while stack:
+            missing = [arg for arg in self._needs(stack[-1]) if arg not in self.env]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                last = stack.pop()
+                if last not in self.env:
+                    self.env[last] = self._load(last)
         return self.env[node]
+
+    def _needs(self, node: fx.Node) -> list[fx.Node]:
+        """What must be loaded before the node."""
+        kind = self.sources.kind[node]
+        if kind in ("project", "view", "constant"):
+            return node.all_input_nodes
+        return [self.sources.alias[node]] if node in self.sources.alias and kind != "size" else []
 
     def _load(self, node: fx.Node) -> Any:
         sources = self.sources
@@ -257,6 +271,7 @@ class _Values:
             storage = sources.facts.storage(sources.fake(key))
             counts[storage] = counts.get(storage, 0) + 1
         self._shared = {s for s, n in counts.items() if n > 1}
+        self._quantised = _quantised(sources)
         written = {s for info in sources.facts.nodes.values() for s in info.writes}
         for key in names:
             storage = sources.facts.storage(sources.fake(key))
@@ -283,6 +298,10 @@ class _Values:
         fake, axis = sources.fake(key), sources.axis(key)
         if is_traceable_wrapper_subclass(fake) or fake.is_quantized or fake.layout is not torch.strided:
             raise Unplannable(f"{name} is a {type(fake).__name__} ({fake.layout}).", why="only plain strided tensors can be placed")
+        example = getattr(key[0].meta.get("grapharg"), "example", None)
+        if key[0] in self._quantised or (isinstance(example, torch.Tensor) and (example.is_quantized or example.is_mkldnn)):
+            kind = "an mkldnn tensor" if example is not None and example.is_mkldnn else "quantised"
+            raise Unplannable(f"{name} is {kind}.", why="only plain strided tensors can be placed")
         shape = tuple(expression(d) for d in fake.shape)
         is_input = key[0].op == "placeholder"
         storage = sources.facts.storage(fake)
@@ -304,6 +323,18 @@ class _Values:
         is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
         self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
         return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
+
+
+def _quantised(sources: Sources) -> set[fx.Node]:
+    """Nodes that return quantised tensors. Their fakes are floats and do not say so."""
+    found: set[fx.Node] = set()
+    for node in sources.graph.nodes:
+        calls = sources.facts.nodes[node].calls
+        if any("dequantize" in call or "int_repr" in call for call in calls):
+            continue
+        if any(call.startswith("aten.quantize_per_") for call in calls) or any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_written(sources: Sources, storage: int) -> bool:

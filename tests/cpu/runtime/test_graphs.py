@@ -8,23 +8,13 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow.runtime import graphs
+from tests.cpu.runtime.models import Net
 
 
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad():
         yield
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, cache):
-        h = self.a(x).relu()
-        cache.add_(h)
-        return self.b(h) + torch.sin(x), h.t()
 
 
 @pytest.fixture
