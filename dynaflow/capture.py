@@ -28,6 +28,7 @@ from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
 from dynaflow.sources import hint
+from dynaflow.strategies import Sequential
 
 log = logging.getLogger("dynaflow")
 
@@ -112,12 +113,14 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
-    call.mark()
-    _undo.append(call.unmark)
-    original = fake_impls.op_implementations_dict[_CONVOLUTION]
-    fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
-    _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
-    wanted = [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
+    wanted: list[tuple[Any, str, bool]] = []
+    if call.cuts_batch():
+        call.mark()
+        _undo.append(call.unmark)
+        original = fake_impls.op_implementations_dict[_CONVOLUTION]
+        fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
+        _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
+        wanted = [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
     if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
         wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))
     for config, name, value in wanted:
@@ -148,6 +151,9 @@ def compile(
     batch: int | Mapping[str, int] | None = None,
     strict: bool = False,
     runtime: str = "auto",
+    compiler: str = "auto",
+    buckets: str | Sequence[int] | None = None,
+    borrow: bool = False,
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Any:
     """Run `model` (a module or a function) under the plans that `strategy` makes.
@@ -160,12 +166,17 @@ def compile(
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
+    compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
+    buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
+                  "powers": powers of two. None: every size is recorded as it is
+    borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
-        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, part_context=part_context, name=name
-    )
+        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, buckets=buckets,
+        borrow=borrow, part_context=part_context, name=name,
+    )  # fmt: skip
     compiled = Compiled(model, settings)
     if not isinstance(model, torch.nn.Module):
         return functools.update_wrapper(compiled, model, updated=())
@@ -274,18 +285,28 @@ class Compiled:
         if hooks is not None and hooks.may_have_changed():
             with self.settings.lock:
                 self._call = self._entry(hooks.look())
-        call = Ongoing(self.batch_dims, args, kwargs, watches_hooks=hooks is not None)
+        call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
         try:
             result = self._under(call, args, kwargs)
         except TorchRuntimeError:
             if call.num_graphs or not call.has_one_row():
                 raise
             # A batch of 1 is captured like any other; a model that broadcasts it against something larger needs to see the 1.
-            call = Ongoing(self.batch_dims, args, kwargs, is_static=True, watches_hooks=hooks is not None)
+            call = Ongoing(self.batch_dims, args, kwargs, True, hooks is not None, self._cuts_batch)
             result = self._under(call, args, kwargs)
         if not call.num_graphs:
             self._nothing_captured()
         return result
+
+    def _cuts_batch(self) -> bool:
+        """Whether a capture now is to serve all batch sizes. What runs as a whole, or under autograd, is captured as torch.compile
+        does it: for the sizes at hand, and for all when a second one comes."""
+        settings = self.settings
+        if isinstance(settings.strategy, Sequential) and settings.buckets is None and not self._graph.inspects:
+            return False
+        owner = getattr(self.model, "__self__", self.model)
+        parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
+        return not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters))
 
     def _under(self, call: Ongoing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token = ongoing.set(call)

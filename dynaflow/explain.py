@@ -107,8 +107,11 @@ def _bytes(n: float) -> str:
 class InspectedGraph(CapturedGraph):
     """Plans on every call, raising a strategy's mistakes; computes with the sequential graph and undoes what that changed."""
 
+    inspects = True
+
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self._ensure_analysed()
         self.settings.graphs.append(self)
         self.explained: list[Explained] = []
 
@@ -130,7 +133,7 @@ class InspectedGraph(CapturedGraph):
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
-        planned = self.plan(self.call_facts(args, batch_size, current_tags()))
+        planned = self.plan(self.call_facts(args, batch_size, current_tags()), sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         plan = planned.plan if planned.binder is not None else finish_plan(self.flow, planned.plan)
         if planned.binder is not None:

@@ -17,9 +17,12 @@ _MARKED = "_has_dynamo_dim_marking"
 class Ongoing:
     """A call of what df.compile returned, as far as a capture inside of it must know: which tensors carry the batch, and where."""
 
-    __slots__ = ("_find", "_args", "_kwargs", "_dims", "_marked", "is_static", "watches_hooks", "num_graphs")
+    __slots__ = ("_find", "_args", "_kwargs", "_dims", "_marked", "is_static", "watches_hooks", "cuts_batch", "num_graphs")
 
-    def __init__(self, find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], is_static: bool = False, watches_hooks: bool = False):
+    def __init__(
+        self, find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], is_static: bool = False, watches_hooks: bool = False,
+        cuts_batch: Callable[[], bool] = bool,
+    ):  # fmt: skip
         self._find: Find | None = find
         self._args, self._kwargs = args, kwargs
         self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -28,6 +31,8 @@ class Ongoing:
         self.is_static = is_static
         # hooks are seen without Dynamo's guards
         self.watches_hooks = watches_hooks
+        # whether a capture now is one whose batch may be cut: then one capture should serve all batch sizes
+        self.cuts_batch = cuts_batch
         # captured graphs that ran in this call
         self.num_graphs = 0
 

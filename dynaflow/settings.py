@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
+import torch
+
 from dynaflow import strategies
 from dynaflow.annotate import Rule
 from dynaflow.errors import OptionError
+from dynaflow.runtime.graphs import Pool
 from dynaflow.strategy import Strategy
 
 _NAMED: dict[str, type[Strategy]] = {
     "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch,
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
+COMPILERS = ("auto", "inductor", "eager")
 RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass
@@ -52,6 +63,9 @@ class Settings:
     batch: int | Mapping[str, int] | None = None
     strict: bool = False
     runtime: str = "auto"
+    compiler: str = "auto"
+    buckets: str | Sequence[int] | None = None
+    borrow: bool = False
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
@@ -60,6 +74,11 @@ class Settings:
     # graphs of df.explain and df.check, in order of capture
     graphs: list[Any] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    # memory that all recordings share
+    pool: Pool = field(default_factory=Pool)
+
+    def wants_inductor(self, device: torch.device) -> bool:
+        return self.compiler == "inductor" or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def count(self, **amounts: int) -> None:
         with _counting:
@@ -91,7 +110,7 @@ class Settings:
 
     def fresh(self) -> Settings:
         """The same wishes for another model."""
-        return replace(self, stats=Stats(), graphs=[], lock=threading.RLock())
+        return replace(self, stats=Stats(), graphs=[], lock=threading.RLock(), pool=Pool())
 
 
 def read_strategy(strategy: Any) -> Strategy:
@@ -111,7 +130,7 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "part_context", "name"}
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "part_context", "name"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -120,6 +139,16 @@ def read_settings(**options: Any) -> Settings:
     if settings.runtime.partition(":")[0] not in RUNTIMES:
         raise OptionError(
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
+    if settings.compiler not in COMPILERS:
+        raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
+    buckets = settings.buckets
+    if buckets is not None and settings.runtime != "graph":
+        raise OptionError("buckets= is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")
+    is_list = isinstance(buckets, Sequence) and not isinstance(buckets, str) and all(type(n) is int and n > 0 for n in buckets)
+    if buckets not in (None, "powers") and not (is_list and buckets):
+        raise OptionError(f"buckets={buckets!r} names no batch sizes.", fix="give 'powers' (of two) or a list of batch sizes")
+    if settings.borrow and settings.runtime != "graph":
+        raise OptionError("borrow=True is about recordings.", why="without them outputs are the caller's", fix="add runtime='graph'")
     dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
     if not all(type(d) is int and d >= 0 for d in dims):
         raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import importlib.util
 import logging
 from typing import Any, Callable, Mapping, Sequence
 
@@ -21,11 +19,6 @@ log = logging.getLogger("dynaflow")
 
 # kinds of ops that gain nothing from a compiler
 _AS_THEY_ARE = ("network", "copy")
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class Inductor:

@@ -9,8 +9,8 @@ from dynaflow.errors import BatchTooSmall, ContextMismatch, OptionError
 from dynaflow.ir import Flow, Op, Plan, Value
 from dynaflow.memory import place
 from dynaflow.runtime import fake, threads
-from dynaflow.runtime.lanes import Run, profile
 from dynaflow.runtime.binder import bind
+from dynaflow.runtime.lanes import Run, profile
 from dynaflow.runtime.program import Expr, Layout, Program, Unit
 from dynaflow.sync import synchronise
 

@@ -1,0 +1,153 @@
+"""A captured graph's plans as recordings: what is issued, what must stay between recordings, and which sizes share one.
+
+Padding: a call of b rows runs the recording of the next larger bucket, where that cannot show. Every op must treat rows apart, nothing
+that is changed in place may carry the batch, and outputs must have the batch outermost. Otherwise sizes are recorded as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
+
+import torch
+
+from dynaflow.ir import Flow, evaluate
+from dynaflow.runtime import cuda, generated
+from dynaflow.runtime.graphs import Between
+from dynaflow.runtime.program import Bound, Expr
+from dynaflow.units import Built
+
+if TYPE_CHECKING:
+    from dynaflow.engine import CapturedGraph
+
+log = logging.getLogger("dynaflow")
+
+# launches of one plan that may turn out to be unrecordable, before we give up
+MAX_LEARNED = 16
+
+# aten ops that make the host wait for the device, or whose results have a size that only the device knows
+_WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.item", "aten.equal.")
+
+
+def why_unrecordable(calls: Sequence[str]) -> str:
+    """Why an op that comes down to these calls cannot be part of a CUDA Graph; empty when nothing speaks against it."""
+    for name in calls:
+        if name.startswith(_WAITING):
+            return f"{name} makes the host wait"
+        overload = _overload(name)
+        if overload is not None and torch.Tag.cudagraph_unsafe in overload.tags:
+            return f"{name} is tagged cudagraph_unsafe"
+    return ""
+
+
+def _overload(name: str) -> Any:
+    parts = name.split(".")
+    found: Any = torch.ops
+    for part in parts:
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+class PlanBody:
+    """Issues a bound plan for a recording."""
+
+    def __init__(self, graph: CapturedGraph, bound: Bound, changed: Sequence[int]):
+        self._names, self._device, self._bound = graph._names, graph.device, bound
+        self.changed = changed
+        self.eager = frozenset(
+            number for number, launch in enumerate(bound.plan.launches)
+            if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
+        )  # fmt: skip
+
+    def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
+        bound = self._bound
+        values = {name: given[i] for i, name in self._names}
+        is_cuda = self._device.type == "cuda"
+        streams = cuda.CudaStreams(self._device, bound.streams) if is_cuda else generated.NoStreams(len(bound.streams) + 1)
+        outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams, between, self.eager)
+        return outputs
+
+    def has_steps(self) -> bool:
+        return bool(self.eager)
+
+    def learn(self, error: BaseException) -> bool:
+        number = generated.code_of(self._bound, self.eager).failed_launch(error)
+        if number is None or number in self.eager or len(self.eager) >= MAX_LEARNED:
+            return False
+        self.eager |= {number}
+        log.warning("'%s' cannot be recorded in a CUDA Graph, and is launched between recordings: %s: %s",
+                    self._bound.calls[number].label, type(error).__name__, error)  # fmt: skip
+        return True
+
+
+class Padding:
+    def __init__(self, flow: Flow, built: Built, buckets: str | Sequence[int] | None):
+        self._flow, self._built = flow, built
+        self._at = [i for i, s in enumerate(flow.symbols) if s in flow.batch]
+        self._buckets = buckets if isinstance(buckets, str) or buckets is None else sorted(buckets)
+        # why sizes are recorded as they are
+        self.refusal = "" if buckets is None else why_unpadded(flow, built)
+        if self.refusal:
+            log.warning("%s: buckets= has no effect, sizes are recorded as they are: %s", flow.name, self.refusal)
+
+    def sizes(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The sizes whose recording serves these."""
+        if self._buckets is None or self.refusal or not self._at:
+            return sizes
+        rows = self.bucket(sizes[self._at[0]])
+        return tuple(rows if i in self._at else size for i, size in enumerate(sizes))
+
+    def bucket(self, rows: int) -> int:
+        if isinstance(self._buckets, str):
+            return 1 << max(rows - 1, 0).bit_length()
+        assert self._buckets is not None
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at] if at < len(self._buckets) else rows
+
+    def slots(self, graph: CapturedGraph, args: Sequence[Any], padded: tuple[Any, ...]) -> dict[int, tuple[int, int] | None]:
+        """Which arguments get slots, and with how many rows."""
+        flow, numbers = self._flow, dict(zip(self._flow.symbols, padded))
+        found: dict[int, tuple[int, int] | None] = {}
+        for i, name in graph._names:
+            value = flow.value[name]
+            if value.role != "input" or i in graph._changed or not _is_dense(args[i]):
+                continue
+            found[i] = None if value.axis is None else (value.axis, evaluate(value.shape[value.axis], numbers))
+        return found
+
+    def cut(self, outputs: Mapping[str, torch.Tensor], sizes: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        numbers = dict(zip(self._flow.symbols, sizes))
+        cut = {}
+        for name, tensor in outputs.items():
+            value = self._flow.value[name]
+            cut[name] = tensor if value.axis is None else tensor.narrow(value.axis, 0, evaluate(value.shape[value.axis], numbers))
+        return cut
+
+
+def why_unpadded(flow: Flow, built: Built) -> str:
+    """Why extra rows would show; empty when they would not."""
+    if not flow.batch:
+        return "no dim of its inputs is the batch"
+    batch = re.compile(rf"\b({'|'.join(map(re.escape, flow.batch))})\b")
+    for op in flow.ops:
+        for name in op.mutates:
+            if flow.value[name].axis is not None:
+                return f"{op.name} changes {name} in place, which carries the batch"
+        touched = any(flow.value[name].axis is not None for name in (*op.reads, *op.writes))
+        unit = built.program.units[op.name]
+        counts = any(isinstance(arg, Expr) and batch.search(arg.text) for arg in unit.args)
+        if op.unsplittable and (touched or counts):
+            return f"{op.name}: {op.unsplittable}"
+    for name in flow.outputs:
+        value, layout = flow.value[name], built.program.layouts[name]
+        if value.axis is not None and any(batch.search(step) for step in layout.stride):
+            return f"the batch is not the outermost dim of its output {name}"
+    return ""
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return all(step > 0 for size, step in zip(tensor.shape, tensor.stride()) if size > 1)
