@@ -142,13 +142,13 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
         for name, base in zip(names, (OURS, OURS_BORROW)):
             if name in times and base in times:
                 slowdown[f"{name} / {base}"] = ratio(times[name], times[base])
+    seen = {name: trace.copies_of(case, v.call, variants.device) for name, v in (unsplit | split).items()}
     copies, targets = {}, []
     for n in parts:
-        for name, base in zip(SPLITS[n], (OURS, OURS_BORROW)):
+        for name, base, launched in zip(SPLITS[n], (OURS, OURS_BORROW), (None, seen.get(SPLITS[n][0]))):
             found = None
             if name in split and base in unsplit:
-                found = copies[name] = trace.excess(
-                    trace.copies_of(case, split[name].call, variants.device), trace.copies_of(case, unsplit[base].call, variants.device))
+                found = copies[name] = trace.excess(seen[name], seen[base], launched)
             targets.append(copies_target(name, found, _fallbacks(split.get(name)) or _why(variants, name, base)))
     targets.append(_two_batch_target(variants, TWO_BATCH, OURS, "allocated_mib"))
     targets.append(_two_batch_target(variants, TWO_BATCH_GRAPH, OURS_BORROW, "reserved_mib"))
@@ -158,11 +158,12 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
 
 def copies_target(name: str, found: Result | None, problem: str = "") -> Result:
     """No byte may be copied, in a plan that did split: one that fell back copies nothing, and shows nothing."""
-    value = None if found is None or problem else found["bytes"]
-    note = problem or ("; ".join(f"{k} +{b:,}" for k, b in found["by_kernel"].items()) if found else "")
     unsized = found["unsized_kernels"] if found else {}
+    note = problem or ("; ".join(f"{k} +{b:,}" for k, b in found["by_kernel"].items()) if found else "")
     if unsized:
-        note += " | more kernels of unknown size than unsplit: " + ", ".join(f"{k} {a} against {b}" for k, (a, b) in unsized.items())
+        note += "; copies of unknown size: " + ", ".join(f"{k} {a} times, {b} expected" for k, (a, b) in unsized.items())
+    # a sum is only a sum when nothing is missing from it
+    value = None if found is None or problem or (unsized and not found["bytes"]) else found["bytes"]
     return target(f"copied for split and merge: {name}, bytes", value, 0, note)
 
 

@@ -2,10 +2,10 @@
 
 Copies are: device-to-device memcpys (their bytes stand in the trace); kernels of ATen whose name says copy or cat; and Triton kernels
 that do nothing but copy, cat or clone, by their fused name. A kernel's bytes are those it writes, from the shapes of the op that
-launched it: all inputs of a cat, the largest tensor otherwise. Inside a CUDA Graph no op stands behind a kernel, so there kernels are
-counted and only memcpys have bytes.
+launched it: all inputs of a cat, the largest tensor otherwise. Inside a CUDA Graph no op stands behind a kernel: it has no size.
 
-What split and merge cause is what the split plan copies beyond the unsplit one, class by class.
+What split and merge cause is what the split plan copies beyond the unsplit one, class by class. A recorded plan has the kernels of the
+same plan launch by launch: copies without a size are no news as long as there are not more of them than there.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ class Copies:
     """Copies of one step, by class and by kernel."""
 
     bytes: Counter[str] = field(default_factory=Counter)
-    count: Counter[str] = field(default_factory=Counter)
     # "class: kernel" -> bytes
     by_name: Counter[str] = field(default_factory=Counter)
-    # kernels whose bytes the trace does not tell (inside a CUDA Graph)
+    # "class: kernel" -> how often, and how often without a size
+    count: Counter[str] = field(default_factory=Counter)
     unsized: Counter[str] = field(default_factory=Counter)
 
 
-def excess(split: Copies, unsplit: Copies) -> dict[str, Any]:
-    """What the first copies beyond the second."""
+def excess(split: Copies, unsplit: Copies, launched: Copies | None = None) -> dict[str, Any]:
+    """What the first copies beyond the second. `launched`: the first one's plan launch by launch, where that is known."""
+    expected = unsplit.unsized if launched is None else launched.count
     by_class = {c: split.bytes[c] - unsplit.bytes[c] for c in (MEMCPY, CAT, COPY, TRITON) if split.bytes[c] > unsplit.bytes[c]}
     names = {n: b - unsplit.by_name[n] for n, b in split.by_name.items() if b > unsplit.by_name[n] and n.split(":")[0] in by_class}
     return {
         "bytes": sum(by_class.values()), "by_class": by_class, "by_kernel": dict(sorted(names.items(), key=lambda kv: -kv[1])[:8]),
         "split_bytes": sum(split.bytes.values()), "unsplit_bytes": sum(unsplit.bytes.values()),
-        "unsized_kernels": {n: [k, unsplit.unsized[n]] for n, k in split.unsized.items() if k > unsplit.unsized[n]},
+        "unsized_kernels": {n: [k, expected[n]] for n, k in split.unsized.items() if k > expected[n]},
     }  # fmt: skip
 
 
@@ -127,9 +128,10 @@ def _short(kernel: str) -> str:
 
 
 def _add(found: Copies, which: str, name: str, size: int | None) -> None:
-    found.count[which] += 1
+    key = f"{which}: {name}"
+    found.count[key] += 1
     if size is None:
-        found.unsized[f"{which}: {name}"] += 1
+        found.unsized[key] += 1
     else:
         found.bytes[which] += size
-        found.by_name[f"{which}: {name}"] += size
+        found.by_name[key] += size
