@@ -185,7 +185,9 @@ def _built(make: Callable[[bool], nn.Module], device: str, dtype: torch.dtype, t
             module = make(tiny).eval()
     finally:
         torch.set_default_dtype(before)
-    module = module.to(device, dtype)
+    # not module.to(dtype): a buffer that its library makes in float32 (rotary frequencies) stays so, as after from_pretrained
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device, dtype)
     _roughen(module)
     return module.requires_grad_(False)
 

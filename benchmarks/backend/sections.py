@@ -135,7 +135,7 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
         return {"note": f"a batch of {batch} cannot be split", "targets": []}
     unsplit = variants.some(OURS, OURS_BORROW)
     split = variants.some(*(name for n in parts for name in SPLITS[n]), TWO_BATCH, TWO_BATCH_GRAPH)
-    times = side_by_side(case, {name: v.call for name, v in (unsplit | split).items()}, variants.device, max(10, effort.num_rounds // 2))
+    times = side_by_side(case, {name: v.call for name, v in (unsplit | split).items()}, variants.device, max(2, effort.num_rounds // 2))
     figures = {name: t.figures() | _memory((unsplit | split)[name]) for name, t in times.items()}
     slowdown = {}
     for names in (*(SPLITS[n] for n in parts), (TWO_BATCH, TWO_BATCH_GRAPH)):
@@ -148,7 +148,7 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
         for name, base, launched in zip(SPLITS[n], (OURS, OURS_BORROW), (None, seen.get(SPLITS[n][0]))):
             found = None
             if name in split and base in unsplit:
-                found = copies[name] = trace.excess(seen[name], seen[base], launched)
+                found = copies[name] = trace.excess(seen[name], seen[base], n, launched)
             targets.append(copies_target(name, found, _fallbacks(split.get(name)) or _why(variants, name, base)))
     targets.append(_two_batch_target(variants, TWO_BATCH, OURS, "allocated_mib"))
     targets.append(_two_batch_target(variants, TWO_BATCH_GRAPH, OURS_BORROW, "reserved_mib"))

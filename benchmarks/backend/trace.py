@@ -47,9 +47,12 @@ class Copies:
     unsized: Counter[str] = field(default_factory=Counter)
 
 
-def excess(split: Copies, unsplit: Copies, launched: Copies | None = None) -> dict[str, Any]:
-    """What the first copies beyond the second. `launched`: the first one's plan launch by launch, where that is known."""
-    expected = unsplit.unsized if launched is None else launched.count
+def excess(split: Copies, unsplit: Copies, num_parts: int = 1, launched: Copies | None = None) -> dict[str, Any]:
+    """What the first copies beyond the second. `launched`: the first one's plan launch by launch, where that is known.
+
+    A copy of the model's own runs once per part; of those without a size, only what exceeds that can be told.
+    """
+    expected = Counter({name: num_parts * n for name, n in unsplit.unsized.items()}) if launched is None else launched.count
     by_class = {c: split.bytes[c] - unsplit.bytes[c] for c in (MEMCPY, CAT, COPY, TRITON) if split.bytes[c] > unsplit.bytes[c]}
     names = {n: b - unsplit.by_name[n] for n, b in split.by_name.items() if b > unsplit.by_name[n] and n.split(":")[0] in by_class}
     return {

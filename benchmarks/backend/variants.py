@@ -241,10 +241,6 @@ class Variants:
         """Those of them that can be made, in this order."""
         return {name: made for name in names if (made := self.get(name)) is not None}
 
-    def drop(self, *names: str) -> None:
-        for name in names:
-            self._made.pop(name, None)
-
     def _build(self, name: str) -> Variant:
         before = self._settled()
         began = time.perf_counter()
