@@ -101,10 +101,24 @@ def table(rows: Sequence[Result]) -> str:
     lines = []
     for row in rows:
         lines.append(f"{row['section']:<7}{row['row']}" + (f"   ({row['note'][:150]})" if row["note"] else ""))
-        lines += [_line(t) for t in row["targets"]]
+        lines += [*_figures(row), *map(_line, row["targets"])]
     lines += ["all", *map(_line, overall(rows))]
     s = summary(rows)
     return "\n".join([*lines, f"{s['met']} of {s['targets']} targets met"])
+
+
+def _figures(row: Result) -> list[str]:
+    """The row's main figures in one line."""
+    if row["section"] == "time":
+        known = {**row["baselines"], **row.get("variants", {})}
+        return ["  ms: " + ", ".join(f"{n} {f['median_ms']:.4g} (spread {f['spread_ms']:.2g})" for n, f in known.items())]
+    if row["section"] == "host":
+        return ["  us: " + ", ".join(f"{n} {f['median_us']:.0f}" for n, f in row.get("host", {}).items())]
+    if row["section"] == "split":
+        return ["  slower: " + ", ".join(f"{n} {f['ratio']:.3f}" for n, f in row.get("slowdown", {}).items())]
+    if row["section"] == "equal":
+        return ["  errors: " + ", ".join(f"{n} {f:.2f}" for n, f in row.get("error_ratio", {}).items())]
+    return []
 
 
 def _line(t: Result) -> str:

@@ -85,8 +85,11 @@ def test_command_measures_a_row_and_writes_it(tmp_path):
 # -- rows
 
 
-# resnet is in the zoo's tests; the other decode rows differ in their batch only
-@pytest.mark.parametrize("row", [r for r in ROWS if not r.name.startswith(("resnet", "llama decode b=16", "llama decode b=2"))], ids=lambda r: r.name)
+# resnet is in the zoo's tests; two of the decode rows differ in their batch only
+LEFT_OUT = ("resnet50 b=32", "llama decode b=16", "llama decode b=256")
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name not in LEFT_OUT], ids=lambda r: r.name)
 def test_row_is_one_graph_and_splits(row):
     case = row.case("cpu", torch.bfloat16, tiny=True)
     fast = df.compile(case.module, strategy=variants.Parts(2))
