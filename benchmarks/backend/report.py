@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -67,12 +68,19 @@ def save(path: Path, rows: Sequence[Result]) -> None:
 
 def summary(rows: Sequence[Result]) -> Result:
     targets = [{"row": r["row"], "section": r["section"], **t} for r in rows for t in r["targets"]] + overall(rows)
-    missed = [f"{t['section']}, {t['row']}: {t['what']}" for t in targets if not t["is_met"]]
+    bad = [(t["value"] is None, _said(t)) for t in targets if not t["is_met"]]
+    missed, unknown = ([text for is_unknown, text in bad if is_unknown == which] for which in (False, True))
     speedups = [r["speedup"] for r in rows if r["speedup"]]
     return {
-        "rows": len(rows), "targets": len(targets), "met": len(targets) - len(missed), "missed": missed, "overall": overall(rows),
+        "rows": len(rows), "targets": len(targets), "met": len(targets) - len(bad), "missed": missed, "not_measured": unknown,
+        "overall": overall(rows),
         "geomean_speedup": round(_geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
     }  # fmt: skip
+
+
+def _said(t: Result) -> str:
+    measured = f"{_value(t['value'])}, at most {_value(t['limit'])}" if t["value"] is not None else t["note"][:160] or "not measured"
+    return f"{t['section']}, {t['row']}: {t['what']}: {measured}"
 
 
 def overall(rows: Sequence[Result]) -> list[Result]:
@@ -150,8 +158,9 @@ def markdown(rows: Sequence[Result]) -> str:
         "Every row carries its own date and commit in [backend.json](../benchmarks/results/backend.json).", "",
         f"{s['met']} of {s['targets']} targets are met.", "",
     ]  # fmt: skip
-    if s["missed"]:
-        lines += ["Not met, or not measured:", "", *(f"- {m}" for m in s["missed"]), ""]
+    for title, found in (("Missed", s["missed"]), ("Not measured", s["not_measured"])):
+        if found:
+            lines += [f"{title}:", "", *(f"- {_cell(text)}" for text in found), ""]
     writers = {"time": _time_table, "host": _host_table, "split": _split_table, "equal": _equal_table, "first": _first_table,
                "layers": _first_table}  # fmt: skip
     for section, found in by_section.items():
@@ -266,6 +275,8 @@ def _hardware(device: str) -> Result:
 
 
 def _commit() -> str:
+    if named := os.environ.get("DYNAFLOW_COMMIT"):  # a copy of the tree without its history
+        return named
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -82,6 +82,8 @@ def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
         found = pairs.get(f"{a} / {b}")
         targets.append(target(f"time: {a} / {b}", found and found["ratio"], MAX_ROW_RATIO, _why(variants, a, b)))
         targets.append(_memory_target(variants, a, b))
+    if variants.is_cuda:
+        targets += [_launch_target(case, variants, name) for name in (OURS_BORROW, OURS_GRAPH)]
     return {
         "repetitions": min(len(t.all) for t in times.values()),
         "ours": {"variant": ours, **figures[ours]} if ours else None,
@@ -92,6 +94,14 @@ def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
         "ratios": pairs,
         "targets": targets,
     }
+
+
+def _launch_target(case: Case, variants: Variants, name: str) -> Result:
+    """One graph launch per step; none at all means that the plan was not recorded."""
+    variant = variants.get(name)
+    found = trace.copies_of(case, variant.call, variants.device).num_graph_launches if variant is not None else None
+    note = "" if found else _why(variants, name) or "no graph was launched"
+    return target(f"CUDA Graph launches per step: {name}", found or None, 1, note)
 
 
 def _memory(variant: Variant | None) -> Result:
@@ -241,7 +251,12 @@ def _replays(case: Case, variants: Variants, graph: str, plain: str, count: int,
     overwritten = sum(not all(map(torch.equal, now, then)) for now, then in kept)
     note = f"largest relative distance {worst:.1e}" if different else ""
     problem = _fallbacks(made[graph]) if not is_kept else ""
-    return {"count": count, "different": different, "kept": len(kept), "overwritten": overwritten, "note": problem or note}
+    if not problem and variants.is_cuda and graph != plain:
+        launches = trace.copies_of(case, made[graph].call, variants.device).num_graph_launches
+        problem = "" if launches else "no CUDA Graph was launched"
+    if problem:  # equal to itself: that shows nothing
+        return {"count": count, "note": problem}
+    return {"count": count, "different": different, "kept": len(kept), "overwritten": overwritten, "note": note}
 
 
 def _errors(case: Case, variants: Variants, names: tuple[str, ...]) -> dict[str, float]:

@@ -45,6 +45,7 @@ class Copies:
     # "class: kernel" -> how often, and how often without a size
     count: Counter[str] = field(default_factory=Counter)
     unsized: Counter[str] = field(default_factory=Counter)
+    num_graph_launches: int = 0
 
 
 def excess(split: Copies, unsplit: Copies, num_parts: int = 1, launched: Copies | None = None) -> dict[str, Any]:
@@ -88,7 +89,9 @@ def read(events: Iterable[Mapping[str, Any]], is_cuda: bool) -> Copies:
     found = Copies()
     for event in events:
         kind, name, args = event.get("cat", ""), str(event.get("name", "")), event.get("args", {})
-        if kind == "gpu_memcpy" and ("DtoD" in name or "Device -> Device" in name):
+        if kind in ("cuda_runtime", "cuda_driver") and name.startswith(("cudaGraphLaunch", "cuGraphLaunch")):
+            found.num_graph_launches += 1
+        elif kind == "gpu_memcpy" and ("DtoD" in name or "Device -> Device" in name):
             _add(found, MEMCPY, "DtoD", int(args.get("bytes", 0)))
         elif kind == "kernel" and (which := class_of(name)) is not None:
             op = ops.get(args.get("External id"))
