@@ -428,7 +428,7 @@ class CapturedGraph:
         settings, built = self.settings, self.built
         with torch.no_grad():
             outputs: Mapping[str, torch.Tensor] | None = None
-            if self._recordings is not None and settings.part_context is None and not is_profiling():
+            if self._recordings is not None and settings.part_context is None and not is_profiling() and not _serialised.get():
                 outputs = self._replay(bound, sizes, args)
             if outputs is None:
                 outputs = self._issue(bound, self._aligned(args))

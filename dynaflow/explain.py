@@ -116,7 +116,7 @@ class InspectedGraph(CapturedGraph):
         self.explained: list[Explained] = []
 
     def __call__(self, *args: Any) -> Any:
-        self.settings.count(calls=1)
+        self.settings.count_call()
         if (call := ongoing.get()) is not None:
             call.num_graphs += 1
         if self.refusal is not None:

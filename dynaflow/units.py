@@ -313,7 +313,9 @@ class _Values:
         if is_input:
             node = key[0]
             arg = node.meta.get("grapharg")
-            role = "param" if isinstance(getattr(arg, "example", None), torch.nn.Parameter) or "_parameters_" in node.name else "input"
+            # what belongs to a module (parameters, buffers, plain attributes) stays where it is from call to call
+            is_state = any(mark in node.name for mark in ("_parameters_", "_buffers_", "_modules_"))
+            role = "param" if is_state or isinstance(getattr(arg, "example", None), torch.nn.Parameter) else "input"
         seen = tuple(expression(s) for s in fake.stride())
         has_gaps = not is_input and not _is_dense(fake)
         if has_gaps and _is_written(sources, storage):

@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from typing import Any, Callable, Protocol, Sequence
+from weakref import WeakSet
 
 import torch
 
@@ -28,7 +29,7 @@ log = logging.getLogger("dynaflow")
 # recordings kept per captured graph
 MAX_RECORDINGS = 32
 # recordings of the same sizes, each with outputs of its own
-MAX_ROTATION = 3
+MAX_ROTATION = 2
 # recordings in a row that are never replayed before we stop making them
 MAX_WASTED = 8
 
@@ -242,8 +243,9 @@ class Recordings:
 
     def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
         self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
-        self._seen: dict[Any, None] = {}
-        self._failed: set[Any] = set()
+        # what stands for given sizes and a given plan may go; we do not keep it
+        self._seen: WeakSet[Any] = WeakSet()
+        self._failed: WeakSet[Any] = WeakSet()
         self._kept: OrderedDict[Any, Bucket] = OrderedDict()
         self._num_wasted = 0
 
@@ -260,7 +262,7 @@ class Recordings:
             bucket = self._kept.get(key)
             if bucket is None or not bucket.slots.fits(args):
                 if key not in self._seen or key in self._failed:
-                    self._seen[key] = None
+                    self._seen.add(key)
                     return None
                 bucket = self._open(key, args, copied)
                 if bucket is None:
