@@ -1,16 +1,21 @@
 """Units of fused ops run as one: the same results, the same changes in place, and no tensor kept longer than needed."""
 
+import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
+import dynaflow.testing.fuzz as fuzz
 from dynaflow.ir import Plan
 from dynaflow.memory import place
-from dynaflow.runtime import fake
+from dynaflow.runtime import fake, threads
 from dynaflow.runtime.compose import compose
+from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.loose import drops
 from dynaflow.runtime.program import Expr, Layout, Program, Unit, bind
+from dynaflow.testing import random_flow
 from dynaflow.testing.notation import flow_of
 
 DOUBLE = Unit(lambda x: (x * 2,), ("x",), ("h",))
@@ -101,3 +106,15 @@ def test_drops_name_the_views_of_dropped_tensors():
     bound = bind(place(FLOW, Plan.parse(text), frozenset({"h"})), PROGRAM, SIZES)
     named = [[f"{bound.views[i].value} {bound.views[i].part}".rstrip() for i in point] for point in drops(bound)]
     assert named == [[], [], [], [], ["h", "h 0/2", "h 1/2"]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_threads_run_fused_plans_with_loose_values(seed):
+    case = random_flow(seed)
+    expected = case.reference()
+    for number, strategy in enumerate(fuzz.strategies(case)):
+        plan, functions = fuzz.make_plan(case, strategy, random.Random(seed * 10 + number))
+        bound, inputs = bind(plan, replace(case.program, functions=functions), case.sizes), case.inputs()
+        tensors, outputs = bound.tensors(inputs, poison=True)
+        threads.issue(bound, Run(bound, tensors))
+        assert all(torch.equal(outputs.get(name, inputs.get(name)), tensor) for name, tensor in expected.items())
