@@ -172,6 +172,27 @@ def test_autocast_around_is_not_applied_twice():
     torch.testing.assert_close(list(results), list(expected))
 
 
+def test_grad_mode_inside_does_not_reach_the_caller():
+    def fn(x, w):
+        with torch.no_grad():
+            y = x @ w
+        return (y @ w,)
+
+    with torch.enable_grad():
+        made = unit(fn, X, W, dynamo=True)
+    variant = made.variant({"s0": 3}, static=False)
+    assert torch._C._set_grad_enabled in {n.target for n in made.fn.graph.nodes} and variant.own == ("",)
+    check(Case(fn, (X, W)), variant, 3)
+    assert not torch.is_grad_enabled()
+
+
+def test_a_result_whose_size_depends_on_data():
+    variant = unit(lambda x: (torch.nonzero(x),), X).variant({"s0": 6}, static=False)
+    assert variant.own == ("extern kernel aten.nonzero.default allocates its own result",) and variant.strides({"s0": 3}) == (None,)
+    x = torch.randn(3, 32).relu()
+    assert torch.equal(variant.bind({"s0": 3})([x], [])[0], torch.nonzero(x))
+
+
 def test_code_that_is_not_understood_runs_through_aot():
     def fn(x):
         return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
