@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dynaflow.inductor import CompiledUnit, NotCompiled, Spec, Variant, units
 from dynaflow.runtime.program import Expr
-from tests.cpu.inductor.units import CASES, CPU, Case, W, X, sdpa_without_autocast, spec, tensors, unit
+from tests.cpu.inductor.units import CASES, CPU, Case, W, X, product_without_autocast, spec, tensors, unit
 
 pytestmark = [
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="Inductor needs a C++ compiler on the CPU"),
@@ -160,14 +160,15 @@ def test_random_numbers_are_eager_modes():
 
 
 def test_autocast_around_is_not_applied_twice():
-    fn, args = sdpa_without_autocast, (spec("s0", 2, 8, 32),)
+    fn, args = product_without_autocast, (X, W)
     with torch.autocast("cpu", torch.bfloat16):
         made = unit(fn, *args, dynamo=True)
     variant = made.variant({"s0": 3}, static=False)  # outside: the unit knows the state that it was made in
-    (q,) = tensors(args, s0=3)
+    assert [bool(reason) for reason in variant.own] == [True, False]
+    given = tensors(args, s0=3)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = fn(q)
-        results = variant.bind({"s0": 3})([q], [torch.empty(3, 3, dtype=torch.bfloat16)] if not variant.own[1] else [])
+        expected = fn(*given)
+        results = variant.bind({"s0": 3})(given, [torch.empty(3, 32, dtype=torch.bfloat16)])
     assert [r.dtype for r in results] == [torch.float32, torch.bfloat16]
     torch.testing.assert_close(list(results), list(expected))
 
