@@ -214,8 +214,10 @@ def _why_wrapped(meta: Any, num_outputs: int) -> tuple[str, ...]:
         others.append("an input is changed outside of the graph")
     if meta.tokens:
         others.append("ops with ordered side effects")
-    if meta.num_intermediate_bases or meta.grad_enabled_mutation is not None:
-        others.append("autograd state is changed")
+    if meta.num_intermediate_bases:
+        others.append("outputs are views of one buffer")
+    if meta.grad_enabled_mutation is not None:
+        raise NotCompiled("the graph changes grad mode")
     if not others and not any(reasons):
         return tuple(reasons)
     rest = others[0] if others else "beside an output that is an alias"

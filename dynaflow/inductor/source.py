@@ -25,7 +25,7 @@ from typing import Any, Iterator, Sequence
 KINDS = (
     "unpack",  # arg0_1, arg1_1 = args
     "setup",  # args.clear(), torch.cuda.set_device(0), stream0 = get_raw_stream(0), arg1_1 = copy_if_misaligned(arg1_1)
-    "symbol",  # s0 = arg0_1; triton_poi_fused_0_xnumel = 64*s0
+    "symbol",  # s0 = arg0_1; triton_poi_fused_0_xnumel = 64*s0; buf2 = None
     "assert",  # assert_size_stride(...), assert_alignment(...)
     "allocate",  # buf0 = empty_strided_cuda((s0, 64), (64, 1), torch.bfloat16)
     "alias",  # buf1 = buf0; buf1 = reinterpret_tensor(buf0, ...): a view, or a reuse where `del buf0` follows
@@ -201,7 +201,7 @@ class _Reader:
         self._bound.add(name)
         if alias := self._alias(value, name):
             return alias
-        if not re.match(r"(buf|workspace_?|semaphores_?)\d*", name):
+        if not re.match(r"(buf|workspace_?|semaphores_?)\d*", name) or isinstance(value, ast.Constant):
             return Statement("symbol", name, uses, ast.unparse(value), span=span)
         if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
             return Statement("item", name, (value.value.id,), span=span)

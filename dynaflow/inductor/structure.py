@@ -2,7 +2,7 @@
 
 Contract: two units with equal keys compute the same from their arguments, whatever their nodes, parameters and symbols are called; what
 differs between them (constants, names of symbols) is passed as an argument or kept per unit. Node metadata is dropped: it holds names
-and the fake tensors of another tracing.
+and the fake tensors of another tracing. Grad mode is dropped too: units run with autograd off.
 
 1. Symbols are renamed n0, n1, ... in order of first use in the arguments' shapes, strides and expressions.
 2. The key: every node's op, target and arguments, nodes by number, scalars with their type, sub-graphs by their own key.
@@ -29,6 +29,10 @@ _SYMBOLIC: dict[str, Any] = {
     "max": torch.sym_max, "min": torch.sym_min, "abs": operator.abs, "int": torch.sym_int, "float": torch.sym_float,
     "sqrt": torch._sym_sqrt,  # type: ignore[attr-defined]
 }  # fmt: skip
+
+
+# Units are compiled, and called, with autograd off: changes of grad mode inside mean nothing, and must not reach the caller.
+_DROPPED = (torch._C._set_grad_enabled,)
 
 
 class NotCompiled(Exception):
@@ -112,7 +116,8 @@ class _Same:
 
 def _key(gm: fx.GraphModule, constants: list[torch.Tensor] | None) -> tuple[Any, ...]:
     """`constants` collects the tensors that become arguments; None inside a sub-graph, where they stay what they are."""
-    number = {node: i for i, node in enumerate(gm.graph.nodes)}
+    nodes = [node for node in gm.graph.nodes if node.target not in _DROPPED]
+    number = {node: i for i, node in enumerate(nodes)}
 
     def of(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -130,7 +135,7 @@ def _key(gm: fx.GraphModule, constants: list[torch.Tensor] | None) -> tuple[Any,
         return _Same(value)
 
     lines: list[tuple[Any, ...]] = []
-    for node in gm.graph.nodes:
+    for node in nodes:
         if node.op == "get_attr":
             lines.append(("get_attr", _attribute_key(gm, node.target, constants)))
         elif node.op == "call_module":
@@ -182,6 +187,8 @@ def canonical_graph(fn: fx.GraphModule, structure: Structure, sizes: Mapping[str
             value = evaluate(arg.text, numbers) if isinstance(arg, Expr) else tensor
             env[node] = value.node if isinstance(value, fx.Proxy) else value
             continue
+        if node.target in _DROPPED:
+            continue
         if node.op == "get_attr":
             value = attribute(fn, node.target)
             known = [c for c, constant in zip(constants, structure.constants) if constant is value]
@@ -209,5 +216,7 @@ def _clean(gm: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, Any] = {}
     attributes: dict[str, Any] = {}
     for node in gm.graph.nodes:
+        if node.target in _DROPPED:
+            continue
         env[node] = _copied(gm, node, graph, env, attributes)
     return fx.GraphModule(attributes, graph)

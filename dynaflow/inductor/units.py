@@ -86,18 +86,24 @@ class Variant:
         return run
 
     def strides(self, sizes: Sizes) -> tuple[tuple[int, ...] | None, ...]:
-        """Strides of the outputs; None for one that is no tensor."""
+        """Strides of the outputs; None for one that is no tensor, or whose strides depend on data."""
         scope = self._compiled.scope(_numbers(self._symbols, sizes))
-        return tuple(s if s is None else tuple(int(eval(e, {}, scope)) for e in s) for s in self._compiled.strides)  # noqa: S307
+        try:
+            return tuple(s if s is None else tuple(int(eval(e, {}, scope)) for e in s) for s in self._compiled.strides)  # noqa: S307
+        except NameError:
+            return (None,) * len(self.own)
 
     def peak_bytes(self, sizes: Sizes) -> int | None:
-        """The most that a call holds at once beside arguments and destinations; None when the text was not understood."""
+        """The most that a call holds at once beside arguments and destinations; None when it depends on data or is not understood."""
         compiled = self._compiled
         wrapper, numbers = compiled.redirected.wrapper, _numbers(self._symbols, sizes)
         if wrapper is None:
             return None
         given = {} if compiled.static is not None else dict(zip(wrapper.args, numbers))
-        return peak_bytes(wrapper, given, compiled.redirected.replaced, compiled.itemsize)
+        try:
+            return peak_bytes(wrapper, given, compiled.redirected.replaced, compiled.itemsize)
+        except NameError:
+            return None
 
 
 class CompiledUnit:

@@ -64,7 +64,10 @@ def test_rejects(form):
         read(call(UNKNOWN[form], "return (buf0, )"))
 
 
-@pytest.mark.parametrize("text", ["", "def run(args):\n    return ()", "def call(x):\n    return ()", "def call(args", call("args.clear()")])
+NO_CALL = ["", "def run(args):\n    return ()", "def call(x):\n    return ()", "def call(args", call("args.clear()")]
+
+
+@pytest.mark.parametrize("text", NO_CALL)
 def test_rejects_what_has_no_call(text):
     with pytest.raises(NotUnderstood):
         read(text)
