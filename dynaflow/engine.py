@@ -32,7 +32,7 @@ from dynaflow.memory import can_be_loose, place
 from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
-from dynaflow.recorded import Padding, PlanBody, why_unrecordable
+from dynaflow.recorded import Padding, PlanBody, streams_for, why_unrecordable
 from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
@@ -111,16 +111,15 @@ def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = 
     return plan
 
 
-def _plain_outputs(built: Built) -> tuple[str, ...] | None:
-    """The values that the graph returns, where it returns nothing else: then there is no epilogue to run."""
+def _plain_outputs(built: Built, outputs: Sequence[str]) -> list[int] | None:
+    """Which of the flow's outputs the graph returns, where it returns nothing else: then there is no epilogue to run."""
     returned = built.epilogue.fn
     if not isinstance(returned, fx.GraphModule) or any(n.op not in ("placeholder", "output") for n in returned.graph.nodes):
         return None
     names = dict(zip([n for n in returned.graph.nodes if n.op == "placeholder"], built.epilogue.args))
     (output,) = [n for n in returned.graph.nodes if n.op == "output"]
     values = [names.get(node) for node in output.args[0]] if all(isinstance(node, fx.Node) for node in output.args[0]) else [None]
-    is_plain = all(isinstance(v, str) and built.program.flow.value[v].role == "output" for v in values)
-    return tuple(v for v in values if isinstance(v, str)) if is_plain else None
+    return [outputs.index(v) for v in values] if all(v in outputs for v in values) else None  # type: ignore[arg-type]
 
 
 class CapturedGraph:
@@ -218,7 +217,8 @@ class CapturedGraph:
         # the caller's own tensors, parameters aside: argument and storage; and those that are changed in place
         self._inputs = [(i, flow.value[name].storage) for i, name in self._names if flow.value[name].role == "input"]
         self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
-        self._plain_outputs = _plain_outputs(self.built)
+        self._output_names = tuple(dict.fromkeys(flow.outputs))
+        self._plain_outputs = _plain_outputs(self.built, self._output_names)
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
         is_recorded = self.settings.runtime == "graph"
         self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None
@@ -273,11 +273,33 @@ class CapturedGraph:
                 return self._whole(*args)
             else:
                 bound = bound.bound
-        if self._mutated and not self._aliases_as_captured(args):
-            return self._fall_back(_ALIASED, args, self.gm.forward)
         if _serialised.get():
             bound = self._serial_bound(bound, sizes)
-        return self._run(bound, sizes, args)
+        elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
+            padded = self._padding.sizes(sizes)
+            wider = bound if padded == sizes else self._at(padded, tags, args)
+            given = list(args)
+            outputs = self._recordings.replay(wider, given)
+            if outputs is None and self._has_captured_aliases(args):
+                outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
+            if outputs is not None:
+                return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
+        if not self._has_captured_aliases(args):
+            return self._fall_back(_ALIASED, args, self.gm.forward)
+        with torch.no_grad():
+            return self._hand_out(bound, sizes, args, self._issue(bound, self._aligned(args)))
+
+    def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound:
+        """The plan for sizes that a call is padded to. Where there is none, that is the sequential one."""
+        ready = self._bound.get(self._key(sizes, tags)) or self._prepare(sizes, tags, args)
+        bound = ready.bound if isinstance(ready, Fallback) else ready
+        assert bound is not None, "where something is recorded, the sequential plan can be"
+        return bound
+
+    def _body(self, bound: Bound) -> PlanBody:
+        if bound not in self._bodies:
+            self._bodies[bound] = PlanBody(self, bound)
+        return self._bodies[bound]
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
@@ -424,31 +446,26 @@ class CapturedGraph:
 
     # -- 3. runs
 
-    def _run(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any]) -> Any:
-        settings, built = self.settings, self.built
+    def _hand_out(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
+        """The graph's outputs from the plan's: views of them, and of inputs, as the graph has them."""
+        self.settings.count_planned(bound.num_launches, bound.num_part_launches)
+        if self._plain_outputs is not None:
+            return [outputs[i] for i in self._plain_outputs]
+        values = {name: args[i] for i, name in self._names}
+        values.update(zip(self._output_names, outputs))
+        numbers = dict(zip(self.flow.symbols, sizes))
+        epilogue = self.built.epilogue
         with torch.no_grad():
-            outputs: Mapping[str, torch.Tensor] | None = None
-            if self._recordings is not None and settings.part_context is None and not is_profiling() and not _serialised.get():
-                outputs = self._replay(bound, sizes, args)
-            if outputs is None:
-                outputs = self._issue(bound, self._aligned(args))
-            settings.count_planned(bound.num_launches, bound.num_part_launches)
-            if self._plain_outputs is not None:
-                return tuple([outputs[name] for name in self._plain_outputs])
-            values = {name: args[i] for i, name in self._names}
-            values.update(outputs)
-            numbers = dict(zip(self.flow.symbols, sizes))
-            epilogue = built.epilogue
             return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
 
-    def _issue(self, bound: Bound, args: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+    def _issue(self, bound: Bound, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         values = {name: args[i] for i, name in self._names}
         runtime, _, order = self.settings.runtime.partition(":")
         is_cuda = self.device.type == "cuda" and runtime not in ("threads", "serial", "fake")
         is_stepwise = is_profiling() or self.settings.part_context is not None
         if not is_stepwise and (is_cuda or runtime == "serial" or (runtime != "fake" and not bound.streams)):
-            streams = cuda.CudaStreams(self.device, bound.streams) if is_cuda else generated.NoStreams(len(bound.streams) + 1)
-            return dict(zip([name for name, _ in bound.outputs], generated.run(bound, values, streams)))
+            outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams_for(self.device if is_cuda else None, bound))
+            return outputs
         tensors = bound.tensors(values, poison=runtime == "fake")
         run = Run(bound, tensors, self._part_contexts(bound))
         if is_cuda:
@@ -457,27 +474,7 @@ class CapturedGraph:
             fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
         else:
             threads.issue(bound, run)
-        return bound.results(tensors)
-
-    def _replay(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
-        """The outputs of a recording; None when this call is to run launch by launch."""
-        assert self._recordings is not None
-        padded = self._padding.sizes(sizes)
-        if padded != sizes:
-            wider = self._bound.get(self._key(padded, current_tags())) or self._prepare(padded, current_tags(), args)
-            wider = wider.bound if isinstance(wider, Fallback) else wider
-            if wider is None:
-                padded = sizes
-            else:
-                bound = wider
-        body = self._bodies.get(bound)
-        if body is None:
-            body = self._bodies[bound] = PlanBody(self, bound, sorted(i for i in self._changed))
-        outputs = self._recordings.run(bound, list(args), lambda: self._padding.slots(self, args, padded), body)
-        if outputs is None:
-            return None
-        found = dict(zip([name for name, _ in bound.outputs], outputs))
-        return found if padded == sizes else self._padding.cut(found, sizes)
+        return list(bound.results(tensors).values())
 
     def _aligned(self, args: Sequence[Any]) -> Sequence[Any]:
         """Compiled code assumes that its inputs are aligned. Views of the caller's may not be."""
@@ -505,8 +502,10 @@ class CapturedGraph:
                 f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
         return {row.part: manager for row, manager in zip(rows, managers)}
 
-    def _aliases_as_captured(self, args: Sequence[Any]) -> bool:
+    def _has_captured_aliases(self, args: Sequence[Any]) -> bool:
         """No input that the graph changes shares its storage with another one, unless it did so at capture."""
+        if not self._mutated:
+            return True
         owner: dict[int, str] = {}
         for i, mine in self._inputs:
             if pointer := args[i].untyped_storage().data_ptr():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 import torch
 
@@ -52,12 +52,17 @@ def _overload(name: str) -> Any:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
+def streams_for(device: torch.device | None, bound: Bound) -> Any:
+    """What generated code takes for streams: CUDA's on a device, none on the CPU."""
+    return generated.NoStreams(len(bound.streams) + 1) if device is None else cuda.CudaStreams(device, bound.streams)
+
+
 class PlanBody:
     """Issues a bound plan for a recording."""
 
-    def __init__(self, graph: CapturedGraph, bound: Bound, changed: Sequence[int]):
+    def __init__(self, graph: CapturedGraph, bound: Bound):
         self._names, self._device, self._bound = graph._names, graph.device, bound
-        self.changed = changed
+        self.changed = sorted(graph._changed)
         self.eager = frozenset(
             number for number, launch in enumerate(bound.plan.launches)
             if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
@@ -66,9 +71,9 @@ class PlanBody:
     def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
         bound = self._bound
         values = {name: given[i] for i, name in self._names}
-        is_cuda = self._device.type == "cuda"
-        streams = cuda.CudaStreams(self._device, bound.streams) if is_cuda else generated.NoStreams(len(bound.streams) + 1)
-        outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams, between, self.eager)
+        device = self._device if self._device.type == "cuda" else None
+        with torch.no_grad():
+            outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams_for(device, bound), between, self.eager)
         return outputs
 
     def has_steps(self) -> bool:
@@ -119,13 +124,14 @@ class Padding:
             found[i] = None if value.axis is None else (value.axis, evaluate(value.shape[value.axis], numbers))
         return found
 
-    def cut(self, outputs: Mapping[str, torch.Tensor], sizes: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    def cut(self, bound: Bound, outputs: Sequence[torch.Tensor], sizes: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The rows that the caller asked for."""
         numbers = dict(zip(self._flow.symbols, sizes))
-        cut = {}
-        for name, tensor in outputs.items():
-            value = self._flow.value[name]
-            cut[name] = tensor if value.axis is None else tensor.narrow(value.axis, 0, evaluate(value.shape[value.axis], numbers))
-        return cut
+        values = [self._flow.value[name] for name, _ in bound.outputs]
+        return [
+            tensor if value.axis is None else tensor.narrow(value.axis, 0, evaluate(value.shape[value.axis], numbers))
+            for value, tensor in zip(values, outputs)
+        ]
 
 
 def why_unpadded(flow: Flow, built: Built) -> str:

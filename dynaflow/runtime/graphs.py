@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from typing import Any, Callable, Protocol, Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -32,6 +32,8 @@ MAX_RECORDINGS = 32
 MAX_ROTATION = 2
 # recordings in a row that are never replayed before we stop making them
 MAX_WASTED = 8
+# attempts at recording one plan for one set of sizes: another thread that waits for the device makes an attempt void
+MAX_FAILURES = 3
 
 Step = Callable[[], Sequence[torch.Tensor]]
 Between = Callable[[Step], Sequence[torch.Tensor]]
@@ -62,10 +64,11 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     def __init__(self, pool: Pool, device: torch.device):
-        self._pool = pool
+        self._pool, self._device = pool, device
         self._generator = torch.cuda.default_generators[device.index or 0]
 
     def begin(self) -> None:
+        self._stream = torch.cuda.current_stream(self._device)
         self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
         self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local")
@@ -82,7 +85,9 @@ class CudaRecorder:
             self._context.__exit__(*sys.exc_info())
         except RuntimeError as error:
             log.debug("the recording was already void: %s", error)
-        self._generator.graphsafe_set_state(self._spare)  # a capture that fails leaves its own state behind, which refuses to draw
+        # A capture that fails leaves its stream current, and the generator in a state that refuses to draw.
+        torch.cuda.set_stream(self._stream)
+        self._generator.graphsafe_set_state(self._spare)
 
 
 class Pool:
@@ -92,17 +97,21 @@ class Pool:
         self.lock = threading.RLock()
         self.handle: Any = None
         self._last_stream: Any = None
+        self._last_raw: int | None = None
 
     def enter(self, device: torch.device) -> None:
         """This replay comes after the last one, whatever stream that was on."""
         if device.type != "cuda":
             return
+        raw = torch._C._cuda_getCurrentRawStream(device.index or 0)
+        if raw == self._last_raw:
+            return
         if self.handle is None:
             self.handle = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream(device)
-        if self._last_stream is not None and self._last_stream != stream:
+        if self._last_stream is not None:
             stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        self._last_stream, self._last_raw = stream, raw
 
 
 class Recording:
@@ -170,13 +179,18 @@ def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) ->
 _same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-class Slots:
-    """Where a recording reads its inputs: slots, with `num_rows` rows of the batch, or the caller's own memory."""
+# One recording at a time in the whole process: beginning one waits for the device, which makes any other void.
+_recording = threading.RLock()
 
-    def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None]):
-        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim."""
+
+class Slots:
+    """Where a recording reads its inputs: slots, or the caller's own memory."""
+
+    def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int]):
+        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
         self.given: list[Any] = list(args)
         self._copied = copied
+        self._changed = {args[i].untyped_storage().data_ptr() for i in changed}
         for i, rows in copied.items():
             self.given[i] = _slot(args[i], rows)
         self._fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
@@ -187,10 +201,11 @@ class Slots:
             for i, address in zip(self._fixed, self._addresses):
                 self._table[i] = address
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        # what is not copied, and no tensor, is burned in
-        self._numbers = [(i, a) for i, a in enumerate(args) if not isinstance(a, torch.Tensor)]
 
     def fits(self, args: list[Any]) -> bool:
+        """Whether everything that is not copied is where it was, and nothing that is copied shares memory with what is changed."""
+        if self._changed and any(args[i].untyped_storage().data_ptr() in self._changed for i in self._copied):
+            return False
         if _same_addresses is not None:
             return bool(_same_addresses(args, self._table, self._fixed))
         return same_addresses(args, self._addresses, self._fixed)
@@ -220,12 +235,12 @@ def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
 class Bucket:
     """One set of sizes at given addresses."""
 
-    def __init__(self, slots: Slots):
-        self.slots = slots
+    def __init__(self, slots: Slots, body: Body):
+        self.slots, self._body = slots, body
         self.recordings: list[Recording] = []
         self.num_replays = 0
 
-    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any]], Recording], borrow: bool) -> tuple[Sequence[torch.Tensor], bool]:
+    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body], Recording], borrow: bool) -> tuple[list[torch.Tensor], bool]:
         """Outputs, and whether they are to be copied before they are handed out."""
         self.slots.fill(args)
         limit = 1 if borrow else MAX_ROTATION
@@ -234,47 +249,64 @@ class Bucket:
                 recording.replay()
                 self.num_replays += 1
                 return recording.outputs, number == MAX_ROTATION
-        self.recordings.append(record(self.slots.given))
+        self.recordings.append(record(self.slots.given, self._body))
         return self.recordings[-1].outputs, len(self.recordings) > limit
 
 
 class Recordings:
-    """The recordings of one captured graph."""
+    """The recordings of one captured graph. What stands for given sizes and a given plan (`key`) may go; it is not kept alive."""
 
     def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
         self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
-        # what stands for given sizes and a given plan may go; we do not keep it
+        self._is_cuda = device.type == "cuda"
         self._seen: WeakSet[Any] = WeakSet()
-        self._failed: WeakSet[Any] = WeakSet()
+        self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._kept: OrderedDict[Any, Bucket] = OrderedDict()
         self._num_wasted = 0
 
-    def run(
+    def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
+        """The outputs, if something is recorded that fits."""
+        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            return None  # inside the caller's own recording
+        bucket = self._kept.get(key)
+        if bucket is None or not bucket.slots.fits(args):
+            return None
+        return self._run(key, bucket, args)
+
+    def record(
         self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
-    ) -> Sequence[torch.Tensor] | None:
-        """The outputs of a replay; None when this call is to run launch by launch.
+    ) -> list[torch.Tensor] | None:
+        """The outputs, if this call is one to be recorded; None when it is to run launch by launch.
 
         `key` stands for all that the body depends on besides its tensors; `copied` says which arguments get slots.
         """
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None  # inside the caller's own recording
+        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            return None
         with self._pool.lock:
-            bucket = self._kept.get(key)
-            if bucket is None or not bucket.slots.fits(args):
-                if key not in self._seen or key in self._failed:
-                    self._seen.add(key)
+            if key not in self._seen or self._failures.get(key, 0) >= MAX_FAILURES:
+                self._seen.add(key)
+                return None
+            old = self._kept.pop(key, None)
+            if old is not None:
+                self._num_wasted = 0 if old.num_replays else self._num_wasted + 1
+                if self._num_wasted >= MAX_WASTED:
+                    self._failures[key] = MAX_FAILURES
+                    log.warning("%s gets tensors at new addresses on every call (a new cache each time?): it is no longer recorded, and "
+                                "runs launch by launch", self._name)  # fmt: skip
                     return None
-                bucket = self._open(key, args, copied)
-                if bucket is None:
-                    return None
-            elif len(self._kept) > 1:
-                self._kept.move_to_end(key)
+            bucket = self._kept[key] = Bucket(Slots(args, copied(), body.changed), body)
+            return self._run(key, bucket, args)
+
+    def _run(self, key: Any, bucket: Bucket, args: list[Any]) -> list[torch.Tensor] | None:
+        with self._pool.lock:
             self._pool.enter(self._device)
+            if len(self._kept) > 1 and key in self._kept:
+                self._kept.move_to_end(key)
             try:
-                outputs, is_copied = bucket.run(args, lambda given: self._record(given, body), self._borrow)
+                outputs, is_copied = bucket.run(args, self._record, self._borrow)
             except _Unrecordable as error:
-                self._failed.add(key)
                 self._kept.pop(key, None)
+                self._failures[key] = self._failures.get(key, 0) + 1
                 log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s", self._name, error)
                 return None
             if self._borrow:
@@ -288,7 +320,8 @@ class Recordings:
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() else []
             try:
-                return Recording(body, given, self.make_recorder())
+                with _recording:
+                    return Recording(body, given, self.make_recorder())
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)
@@ -301,18 +334,6 @@ class Recordings:
 
     def _num_recordings(self) -> int:
         return sum(len(bucket.recordings) for bucket in self._kept.values())
-
-    def _open(self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]]) -> Bucket | None:
-        old = self._kept.pop(key, None)
-        if old is not None:
-            self._num_wasted = 0 if old.num_replays else self._num_wasted + 1
-            if self._num_wasted >= MAX_WASTED:
-                self._failed.add(key)
-                log.warning("%s gets tensors at new addresses on every call (a new cache each time?): it is no longer recorded, and runs "
-                            "launch by launch", self._name)  # fmt: skip
-                return None
-        bucket = self._kept[key] = Bucket(Slots(args, copied()))
-        return bucket
 
 
 class _Unrecordable(Exception):
