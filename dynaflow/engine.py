@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
@@ -44,6 +44,7 @@ log = logging.getLogger("dynaflow")
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
 
+_NOTHING = nullcontext()
 _serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
 
 
@@ -310,7 +311,7 @@ class CapturedGraph:
         settings, built = self.settings, self.built
         values = {name: args[i] for i, name in self._names}
         outputs = None
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self._recordings is not None and settings.part_context is None and not is_profiling():
                 outputs = self._recordings.run(bound, values, self._issue)
             if outputs is None:
@@ -359,7 +360,7 @@ class CapturedGraph:
 
     def _fall_back(self, why: Fallback, args: Sequence[Any]) -> Any:
         self._note(why)
-        return self.gm(*args)
+        return self.gm.forward(*args)
 
     def _note(self, why: Fallback) -> None:
         """Say it once, count it; raise it when strict."""

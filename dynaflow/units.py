@@ -147,7 +147,8 @@ class _UnitGraph:
         self._switch(())
         self.graph.output(tuple(outputs))
         self.graph.lint()
-        return fx.GraphModule(root, self.graph, class_name=re.sub(r"\W", "_", label) or "unit")
+        # forward itself: calling the module takes 3 us more
+        return fx.GraphModule(root, self.graph, class_name=re.sub(r"\W", "_", label) or "unit").forward
 
     def export(self, key: Key) -> fx.Node:
         result = self.env[key[0]]
