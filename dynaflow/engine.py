@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
@@ -52,6 +52,7 @@ log = logging.getLogger("dynaflow")
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
 
+_NOTHING = nullcontext()
 _serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
 
 
@@ -171,8 +172,10 @@ class CapturedGraph:
         except Exception as error:
             if self.settings.strict:
                 raise
-            log.warning("%s: Inductor cannot compile the graph, which runs eagerly: %s: %s", self.settings.name, type(error).__name__, error)
-        log.info("compiled a graph of %s as a whole: %d nodes in %.1f s", self.settings.name, len(self.gm.graph.nodes), time.perf_counter() - began)
+            log.warning("%s runs eagerly, Inductor cannot compile it: %s: %s", self.settings.name, type(error).__name__, error)
+            return
+        log.info("compiled a graph of %s as a whole: %d nodes in %.1f s", self.settings.name, len(self.gm.graph.nodes),
+                 time.perf_counter() - began)  # fmt: skip
 
     def _ensure_analysed(self) -> None:
         """What planning needs to know; once, and only where something is planned (or asked: explain, check, profile)."""
@@ -286,7 +289,7 @@ class CapturedGraph:
                 return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
         if not self._has_captured_aliases(args):
             return self._fall_back(_ALIASED, args, self.gm.forward)
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._hand_out(bound, sizes, args, self._issue(bound, self._aligned(args)))
 
     def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound:
@@ -455,8 +458,8 @@ class CapturedGraph:
         values.update(zip(self._output_names, outputs))
         numbers = dict(zip(self.flow.symbols, sizes))
         epilogue = self.built.epilogue
-        with torch.no_grad():
-            return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            return epilogue.fn.forward(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
 
     def _issue(self, bound: Bound, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         values = {name: args[i] for i, name in self._names}

@@ -1,7 +1,7 @@
 """Which hooks a model's modules have, noticed at almost no cost per call.
 
 Dynamo guards what hooks do, but not that a module has none: by default a hook that is registered after the capture is not run,
-and the guards that would see it take about 1 us per module and call. So we look ourselves:
+and the guards that would see it take 0.3 us per module and call. So we look ourselves:
 
 1. Every registration in the process counts up `RemovableHandle.next_id`; hooks that are removed make a dict shorter. Per call,
    one number and the few dicts that are not empty are compared.
@@ -77,13 +77,15 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         if id(module) in found:
             continue
         found[id(module)] = module
-        for name, value in reversed(module.__dict__.items()):
+        for name, value in module.__dict__.items():
+            if name in _NO_MODULES:
+                continue
             if isinstance(value, torch.nn.Module):
                 stack.append(value)
-            elif isinstance(value, (dict, list, tuple)) and name not in _NO_MODULES and len(value) <= MAX_ITEMS:
+            elif isinstance(value, (dict, list, tuple)) and len(value) <= MAX_ITEMS:
                 items = value.values() if isinstance(value, dict) else value
                 stack.extend(item for item in items if isinstance(item, torch.nn.Module))
     return list(found.values())
 
 
-_NO_MODULES = {"_parameters", "_buffers", *_OF_A_MODULE}
+_NO_MODULES = set(torch.nn.Module().__dict__) - {"_modules"}

@@ -14,7 +14,9 @@ from dynaflow.runtime.program import Expr, Unit
 
 
 def compose(units: Sequence[Unit], outs: Sequence[str]) -> Unit:
-    """One unit that does what `units` do in order, and returns the values `outs`."""
+    """One unit that does what `units` do in order, over one part. It takes what none of them made before, in order of first use, and
+    returns the values `outs`.
+    """
     graph = fx.Graph()
     attributes: dict[str, Any] = {}
     args: dict[str | Expr, fx.Node] = {}

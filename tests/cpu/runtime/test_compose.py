@@ -11,10 +11,10 @@ import dynaflow.testing.fuzz as fuzz
 from dynaflow.ir import Plan
 from dynaflow.memory import place
 from dynaflow.runtime import fake, threads
+from dynaflow.runtime.binder import bind
 from dynaflow.runtime.compose import compose
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.loose import drops
-from dynaflow.runtime.program import Expr, Layout, Program, Unit, bind
+from dynaflow.runtime.program import Expr, Layout, Program, Unit
 from dynaflow.testing import random_flow
 from dynaflow.testing.notation import flow_of
 
@@ -25,7 +25,7 @@ LAST = Unit(lambda r, s, x: (r + s + x,), ("r", "s", "x"), ("y",))
 
 
 def test_takes_what_nobody_made_and_returns_what_is_needed():
-    unit = compose([DOUBLE, ADD, BUMP, LAST], {"y", "s"})
+    unit = compose([DOUBLE, ADD, BUMP, LAST], ("s", "y"))
     assert unit.args == ("x", "w", Expr("s0")) and unit.outs == ("s", "y")
     x, w = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
     s, y = unit.fn(x, w, 3)
@@ -46,7 +46,7 @@ def test_local_tensors_die_behind_their_last_use():
         return fn
 
     units = [Unit(make(f"v{i}"), (f"v{i - 1}" if i else "x",), (f"v{i}",)) for i in range(5)]
-    (last,) = compose(units, {"v4"}).fn(torch.zeros(3))
+    (last,) = compose(units, ("v4",)).fn(torch.zeros(3))
     assert last.tolist() == [5, 5, 5] and [ref() is not None for ref in alive.values()] == [False] * 4 + [True]
 
 
@@ -94,7 +94,7 @@ def test_a_loose_result_that_is_its_argument_is_copied():
     program = Program(FLOW, {**UNITS, "b": Unit(lambda h: (h,), ("h",), ("r",))}, PROGRAM.layouts)
     plan = place(FLOW, Plan.parse(f"plan {FLOW.label}\nlaunch a @caller\nlaunch b @caller\nlaunch c @caller\n"), frozenset({"r"}))
     bound = bind(plan, program, SIZES)
-    tensors, _ = bound.tensors({"x": torch.ones(6, 4)})
+    tensors = bound.tensors({"x": torch.ones(6, 4)})
     for instruction in bound.instructions[:2]:
         instruction.what(tensors)
     h, r = (tensors[i] for i, view in enumerate(bound.views) if view.value in "hr")
@@ -104,7 +104,7 @@ def test_a_loose_result_that_is_its_argument_is_copied():
 def test_drops_name_the_views_of_dropped_tensors():
     text = f"plan {FLOW.label}\nlaunch a @caller\nlaunch b @caller\nlaunch c 0/2 @caller\nlaunch c 1/2 @caller\n"
     bound = bind(place(FLOW, Plan.parse(text), frozenset({"h"})), PROGRAM, SIZES)
-    named = [[f"{bound.views[i].value} {bound.views[i].part}".rstrip() for i in point] for point in drops(bound)]
+    named = [[f"{bound.views[i].value} {bound.views[i].part}".rstrip() for i in point] for point in bound.drops]
     assert named == [[], [], [], [], ["h", "h 0/2", "h 1/2"]]
 
 
