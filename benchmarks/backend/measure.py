@@ -149,7 +149,7 @@ def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
     return times
 
 
-def host_us(case: Case, call: Call, device: str, count: int = 200, sync_every: int = 4) -> dict[str, float]:
+def host_us(case: Case, call: Call, device: str, count: int = 200, sync_every: int = 16) -> dict[str, float]:
     """Time on the host until the call returns. The queue is emptied every few steps, so that it never pushes back."""
     is_cuda = device.startswith("cuda")
     times: list[float] = []

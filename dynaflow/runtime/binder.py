@@ -173,7 +173,7 @@ class Binder:
             inside.setdefault(w, []).append(r)
         table = []
         for dropped in drop_points(self.flow, self.plan):
-            numbers = [self._view(value, part) for value, part in dropped]
+            numbers = [self._index[view] for value, part in dropped if (view := self._rows(value, part)) in self._index]
             table.append(tuple(i for w in numbers for i in (w, *inside.get(w, ()))))
         return tuple(table)
 
