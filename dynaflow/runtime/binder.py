@@ -12,6 +12,7 @@ is one generated function (expressions over the flow's symbols, evaluated in one
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from torch import fx
@@ -95,9 +96,9 @@ class Binder:
                 self._steps.append((RECORD if type(step) is Record else WAIT, s, step.event))
         self._outputs = tuple((name, self._view(name, WHOLE)) for name in dict.fromkeys(flow.outputs))
         self._views = tuple(self._index)
-        self._written = {i for work in works for i in work.outs}
+        self._written = Counter(i for work in works for i in work.outs)
         # outputs that one launch makes as a whole: its result can be handed out as it is
-        self.whole_outputs = {i for name, i in self._outputs if i in self._written}
+        self.whole_outputs = {i for name, i in self._outputs if self._written[i] == 1}
         self._inside = self._views_inside()
         self._drops = self._number_drops()
         self._sizes = self._compile_sizes()
