@@ -262,8 +262,12 @@ class _Binding:
         self._placed = {p[0]: p for p in placed}
         self._given = {g[0]: g for g in given}
         self._inside: dict[int, list[tuple[int, int, int, int]]] = {}
-        for w, *rest in inside:
-            self._inside.setdefault(w, []).append(tuple(rest))
+        # bytes from the beginning of a loose tensor to rows inside of it
+        self._rows_at: dict[int, int] = {}
+        for w, r, axis, start, length in inside:
+            self._inside.setdefault(w, []).append((r, axis, start, length))
+            _, name, _, _, stride = self._placed[w]
+            self._rows_at[r] = start * stride[axis] * binder.program.layouts[name].dtype.itemsize if name in binder.loose else 0
         self._relaid, self._numbers = relaid, numbers
         self._entries: dict[tuple[int, Part], Entry] = {}
         # views of results that are kept as they are made
@@ -333,6 +337,8 @@ class _Binding:
         if alignment == 1:
             return True
         layouts = self._binder.program.layouts
+        if self._rows_at.get(i, 0) % alignment:
+            return False
         if i in self._placed:
             _, name, offset, _, _ = self._placed[i]
             return bool(offset * layouts[name].dtype.itemsize % alignment == 0)
