@@ -70,6 +70,8 @@ class _Work(NamedTuple):
     kind: str
     # replacement functions are the user's: they are called as they are
     is_compiled: bool
+    # arguments that it changes in place, or that share memory with such
+    changed: tuple[int, ...] = ()
 
 
 class Binder:
@@ -127,7 +129,9 @@ class Binder:
             _Arg(-1, self._exprs.setdefault((a.text, part), len(self._exprs))) if isinstance(a, Expr) else self._argument(a, part)
             for a in unit.args
         )
-        return _Work(launch, unit, args, tuple(self._view(v, part) for v in unit.outs), mutates, kind, True)
+        storages = {flow.value[v].storage for op, _ in launch.calls for v in flow.op(op).mutates}
+        changed = tuple(a.view for a, name in zip(args, unit.args) if isinstance(name, str) and flow.value[name].storage in storages)
+        return _Work(launch, unit, args, tuple(self._view(v, part) for v in unit.outs), mutates, kind, True, changed)
 
     def _unit(self, launch: Launch) -> Unit:
         names = tuple(name for name, _ in launch.calls)
@@ -298,7 +302,8 @@ class _Binding:
         if compiler is not None and work.is_compiled:
             lo, hi = part.bounds(self._batch_size)
             entry = compiler.entry(work.unit, {**self._sizes, **dict.fromkeys(binder.flow.batch, hi - lo)})
-            if entry is not None:
+            # what is changed in place cannot be copied to where the unit could take it
+            if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):
                 return entry
         # forward itself: calling a module takes 3 us more
         fn = work.unit.fn.forward if isinstance(work.unit.fn, fx.GraphModule) else work.unit.fn
