@@ -66,7 +66,7 @@ class PlanBody:
 
     def __init__(self, graph: CapturedGraph, bound: Bound):
         self._names, self._device, self._bound = graph._names, graph.device, bound
-        self.changed = sorted(graph._changed)
+        self.changed: Sequence[int] = sorted(graph._changed)
         self.eager = frozenset(
             number for number, launch in enumerate(bound.plan.launches)
             if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
