@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch
 
-from dynaflow.ir import Flow, Value, evaluate
+from dynaflow.ir import Flow, Launch, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between
-from dynaflow.runtime.program import Bound, Expr
+from dynaflow.runtime.program import Bound, Expr, Layout
 from dynaflow.units import Built
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ def why_unrecordable(calls: Sequence[str]) -> str:
     return ""
 
 
+def touches_host(flow: Flow, layouts: Mapping[str, Layout], launch: Launch, device: torch.device) -> bool:
+    """Whether a launch reads or writes memory of the host, which a recording on `device` would do once and for all."""
+    ops = [flow.op(name) for name, _ in launch.calls]
+    return any(layouts[value].device.type != device.type for op in ops for value in (*op.reads, *op.writes, *op.mutates))
+
+
 def _overload(name: str) -> Any:
     parts = name.split(".")
     found: Any = torch.ops
@@ -65,31 +72,39 @@ class PlanBody:
     """Issues a bound plan for a recording."""
 
     def __init__(self, graph: CapturedGraph, bound: Bound):
-        self._names, self._device, self._bound = graph._names, graph.device, bound
+        # bodies are kept as long as their plan lives, which they must not decide
+        self._names, self._device, self._bound = graph._names, graph.device, weakref.ref(bound)
         self.changed: Sequence[int] = sorted(graph._changed)
         self.eager = frozenset(
             number for number, launch in enumerate(bound.plan.launches)
             if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
+            or touches_host(graph.flow, bound.program.layouts, launch, graph.device)
         )  # fmt: skip
 
     def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
-        bound = self._bound
+        bound = self._plan()
         values = {name: given[i] for i, name in self._names}
         device = self._device if self._device.type == "cuda" else None
         with torch.no_grad():
             outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams_for(device, bound), between, self.eager)
         return outputs
 
+    def _plan(self) -> Bound:
+        bound = self._bound()
+        assert bound is not None, "who records a plan holds it"
+        return bound
+
     def has_steps(self) -> bool:
         return bool(self.eager)
 
     def learn(self, error: BaseException) -> bool:
-        number = generated.code_of(self._bound, self.eager).failed_launch(error)
+        bound = self._plan()
+        number = generated.code_of(bound, self.eager).failed_launch(error)
         if number is None or number in self.eager or len(self.eager) >= MAX_LEARNED:
             return False
         self.eager |= {number}
         log.warning("'%s' cannot be recorded in a CUDA Graph, and is launched between recordings: %s: %s",
-                    self._bound.calls[number].label, type(error).__name__, error)  # fmt: skip
+                    bound.calls[number].label, type(error).__name__, error)  # fmt: skip
         return True
 
 
