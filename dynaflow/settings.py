@@ -136,7 +136,7 @@ def read_settings(**options: Any) -> Settings:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
     options["strategy"] = read_strategy(options.get("strategy"))
     settings = Settings(**options)
-    if settings.runtime.partition(":")[0] not in RUNTIMES:
+    if not isinstance(settings.runtime, str) or settings.runtime.partition(":")[0] not in RUNTIMES:
         raise OptionError(
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:
@@ -147,6 +147,9 @@ def read_settings(**options: Any) -> Settings:
     is_list = isinstance(buckets, Sequence) and not isinstance(buckets, str) and all(type(n) is int and n > 0 for n in buckets)
     if buckets not in (None, "powers") and not (is_list and buckets):
         raise OptionError(f"buckets={buckets!r} names no batch sizes.", fix="give 'powers' (of two) or a list of batch sizes")
+    if type(settings.borrow) is not bool:
+        raise OptionError(
+            f"borrow={settings.borrow!r} is neither True nor False.", fix="borrow=True, where outputs are used before the next call")
     if settings.borrow and settings.runtime != "graph":
         raise OptionError("borrow=True is about recordings.", why="without them outputs are the caller's", fix="add runtime='graph'")
     dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
