@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import types
 from typing import Any, Callable, Mapping, Sequence
 
@@ -368,7 +369,8 @@ class Compiled:
 
 
 def _entry(model: Any, is_forward: bool) -> types.FunctionType:
-    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object."""
+    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object; and, under
+    the code's name, which sizes have changed: those of another model are none of this one's business."""
     module_class = torch.nn.Module
 
     # A function without any op is left alone by Dynamo, for all arguments and for good, unless it has a module class as a local.
@@ -381,7 +383,16 @@ def _entry(model: Any, is_forward: bool) -> types.FunctionType:
         return model.forward(*args, **kwargs)
 
     wanted = forward if is_forward else call
-    return types.FunctionType(wanted.__code__.replace(), wanted.__globals__, "call", None, wanted.__closure__)
+    name = f"{wanted.__name__}_{_identity(model)}"
+    return types.FunctionType(wanted.__code__.replace(co_name=name), wanted.__globals__, name, None, wanted.__closure__)
+
+
+def _identity(model: Any) -> str:
+    """A model's class, a function's place: what torch.compile would tell models apart by."""
+    named = type(model) if isinstance(model, torch.nn.Module) else model
+    code = getattr(model, "__code__", None)
+    words = [getattr(named, "__module__", None), getattr(named, "__qualname__", type(model).__qualname__), code and code.co_firstlineno]
+    return re.sub(r"\W+", "_", "_".join(str(word) for word in words if word is not None))
 
 
 _LEAVES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
