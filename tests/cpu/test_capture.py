@@ -483,3 +483,59 @@ def test_tensors_are_left_to_other_compilers_as_they_were():
         fast(x)
     assert df.stats(fast).captures == 1 and not x.__dict__
     assert torch.equal(torch.compile(torch.cos, backend="eager")(x), x.cos())
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize(("options", "with_grad", "captures"), [
+    # as torch.compile: one for the first size, one for all others
+    ({}, False, 2), ({"runtime": "graph"}, False, 2), ({"strategy": df.TwoBatch()}, True, 2), ({}, True, 2),
+    # the batch may be cut, or padded: one for all sizes
+    ({"strategy": df.TwoBatch()}, False, 1), ({"runtime": "graph", "buckets": "powers"}, False, 1),
+])  # fmt: skip
+def test_the_batch_is_marked_where_it_may_be_cut(options, with_grad, captures):
+    torch._dynamo.reset()  # it remembers which sizes have changed, per class
+    model = Halves()
+    fast = df.compile(model, **options)
+    with torch.set_grad_enabled(with_grad):
+        for rows in (4, 6, 9):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(fast(x), model(x))
+            assert not x.__dict__, "the marks are gone"
+    assert df.stats(fast).captures == captures
+    if with_grad:
+        with torch.enable_grad():
+            x, weight = torch.randn(4, 3), model.layer.weight
+            torch.testing.assert_close(*(torch.autograd.grad(f(x).sum(), weight) for f in (fast, model)))
+
+
+def test_explain_cuts_the_batch_of_a_model_with_gradients():
+    with torch.enable_grad():
+        plan = df.explain(Halves(), (torch.randn(6, 3),), df.TwoBatch()).plan
+    assert any(not part.is_whole for launch in plan.launches for _, part in launch.calls)
+
+
+def test_sizes_of_another_model_are_not_this_one_s():
+    """Dynamo makes a dim dynamic that has changed, and knows it by the name of the code: each model has its own."""
+
+    class Other(Halves):
+        pass
+
+    torch._dynamo.reset()
+    functions = [lambda x: x * 2, lambda x: x.sin(), Halves(), Other(), Other().forward]
+    for function in functions:
+        fast = df.compile(function)
+        fast(torch.randn(4, 3))
+        fast(torch.randn(6, 3))
+        assert df.stats(fast).captures == 2
+    again = df.compile(Other())  # as with torch.compile: another instance of a class that has seen both
+    again(torch.randn(5, 3))
+    again(torch.randn(7, 3))
+    assert df.stats(again).captures == 1

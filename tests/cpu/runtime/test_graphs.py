@@ -1,9 +1,11 @@
 """Recorded plans: inputs in slots, caches by address, outputs that belong to the caller. The recording itself is CUDA's; here it is
 a recorder that writes down what is issued and does it later, or (as without a GPU) none: the work is issued again."""
 
+import gc
 import logging
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ from torch import nn
 
 import dynaflow as df
 import dynaflow.testing.fuzz as fuzz
+from dynaflow import recorded
+from dynaflow.ir import Plan
 from dynaflow.runtime import generated, graphs
 from dynaflow.runtime.binder import bind
+from dynaflow.runtime.program import Layout
 from dynaflow.testing import random_flow
+from dynaflow.testing.notation import flow_of
 from tests.cpu.runtime.models import Net
 from tests.cpu.runtime.placing import with_fresh_results
 from tests.cpu.runtime.recorder import REFUSAL, FakeRecorder
@@ -523,3 +529,40 @@ def test_two_threads(counted):
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads) and counted
+
+
+# -- what is kept
+
+
+def test_plans_that_were_dropped_are_let_go(recorder, monkeypatch):
+    monkeypatch.setattr("dynaflow.engine.MAX_BOUND", 2)
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    alive = weakref.WeakSet()
+    plain = recorded.PlanBody.__init__
+
+    def init(self, graph, bound):
+        alive.add(bound)
+        plain(self, graph, bound)
+
+    monkeypatch.setattr(recorded.PlanBody, "__init__", init)
+    fast = df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    for rows in range(2, 12):
+        for _ in range(3):
+            x = torch.randn(rows, 3)
+            assert torch.equal(fast(x), sine(x))
+    gc.collect()
+    assert 0 < len(alive) <= 4
+
+
+def test_what_touches_the_host_is_not_recorded():
+    flow = flow_of("input x\ninput scale state\na: x -> h\nb: h scale -> y\nc: y -> z\noutput z")
+    host, device = torch.device("cpu"), torch.device("cuda", 0)
+    layouts = {v.name: Layout(torch.float32, host if v.name == "scale" else device, ("1",)) for v in flow.values}
+    plan = Plan.parse(f"plan {flow.label}\nlaunch a @caller\nlaunch b @caller\nlaunch c @caller\nlaunch [a, b] @caller\n")
+    found = [recorded.touches_host(flow, layouts, launch, torch.device("cuda")) for launch in plan.launches]
+    assert found == [False, True, False, True]
+
+
+def test_why_an_op_cannot_be_recorded():
+    assert "makes the host wait" in recorded.why_unrecordable(["aten.mm.default", "aten._local_scalar_dense.default"])
+    assert not recorded.why_unrecordable(["aten.mm.default", "aten.relu.default", "no_such.op.default"])
