@@ -529,7 +529,13 @@ def test_sizes_of_another_model_are_not_this_one_s():
         pass
 
     torch._dynamo.reset()
-    functions = [lambda x: x * 2, lambda x: x.sin(), Halves(), Other(), Other().forward]
+    functions = [
+        lambda x: x * 2,
+        lambda x: x.sin(),
+        Halves(),
+        Other(),
+        Other().forward,
+    ]
     for function in functions:
         fast = df.compile(function)
         fast(torch.randn(4, 3))

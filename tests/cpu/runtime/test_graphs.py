@@ -23,6 +23,7 @@ from dynaflow.testing.notation import flow_of
 from tests.cpu.runtime.models import Net
 from tests.cpu.runtime.placing import with_fresh_results
 from tests.cpu.runtime.recorder import REFUSAL, FakeRecorder
+from tests.cpu.runtime.test_faults import Lanes, inject  # noqa: F401 (inject is a fixture)
 
 
 @pytest.fixture(autouse=True)
@@ -469,6 +470,24 @@ def test_an_attempt_that_fails_once_is_made_again(monkeypatch, caplog):
     assert log.count("abort") == 1 and log.count("replay") == 2
 
 
+def test_a_fault_at_any_launch_of_an_attempt(counted, inject):  # noqa: F811
+    """A launch that raises once, while it is recorded: it becomes a step, and nothing is applied twice."""
+    model = Net()
+    number = num_launches = 0
+    while number <= num_launches:
+        fast = df.compile(model, strategy=Lanes(), strict=True, runtime="graph")
+        cache = torch.zeros(6, 4)
+        for turn in range(4):
+            inject(number if turn == 1 else None)
+            x, theirs = torch.randn(6, 4), cache.clone()
+            got, wanted = fast(x, cache)[0], model(x, theirs)[0]
+            torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(cache, theirs)
+            num_launches = df.stats(fast).num_launches if not turn else num_launches
+        number += 1
+    assert number > 5
+
+
 def test_an_op_that_raises_is_the_caller_s_error(counted):
     def check(x, cache):
         cache.add_(1)
@@ -566,3 +585,47 @@ def test_what_touches_the_host_is_not_recorded():
 def test_why_an_op_cannot_be_recorded():
     assert "makes the host wait" in recorded.why_unrecordable(["aten.mm.default", "aten._local_scalar_dense.default"])
     assert not recorded.why_unrecordable(["aten.mm.default", "aten.relu.default", "no_such.op.default"])
+
+
+# -- these tests would notice
+
+
+def _held(fast):
+    """Whether an output that is held changes under later calls, or a call's result is wrong."""
+    kept = []
+    for _ in range(5):
+        x = torch.randn(4, 3)
+        kept.append((fast(x), sine(x)))
+    return not all(torch.equal(a, b) for a, b in kept)
+
+
+def _changed(model, fast):
+    cache = torch.randn(6, 4)
+    for _ in range(3):
+        x, theirs = torch.randn(6, 4), cache.clone()
+        fast(x, cache)
+        model(x, theirs)
+        if not torch.allclose(cache, theirs):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("hole", ["", "outputs are never held", "slots are not filled", "padding is not refused", "nothing is undone"])
+def test_notices(recorder, monkeypatch, hole):
+    if hole == "outputs are never held":
+        monkeypatch.setattr(graphs.Recording, "is_free", lambda self: True)
+    elif hole == "slots are not filled":
+        monkeypatch.setattr(graphs.Slots, "fill", lambda self, args: None)
+    elif hole == "padding is not refused":
+        monkeypatch.setattr(recorded, "why_unpadded", lambda flow, built: "")
+    elif hole == "nothing is undone":
+        monkeypatch.setattr(recorded.PlanBody, "has_steps", lambda self: False)
+    monkeypatch.setattr("dynaflow.recorded.MAX_LEARNED", 1)
+    model, (mixes, make, _, _) = Interrupted(), REFUSED["it mixes rows"]
+    found = _held(df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph"))
+    found |= _changed(model, df.compile(model, runtime="graph", partition=["auto", *CUTS]))
+    fast = df.compile(mixes, runtime="graph", buckets=[8])
+    for _ in range(3):
+        (x,) = make(5)
+        found |= not torch.allclose(fast(x), mixes(x))
+    assert found == bool(hole)
