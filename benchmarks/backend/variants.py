@@ -50,7 +50,9 @@ class Parts(df.Strategy):
         flow.split(self.num_parts)
         at = {op.name: i for i, op in enumerate(flow.ops)}
         while ready := flow.get_ready_ops():
-            flow.execute(min(ready, key=lambda r: (not r.part.is_whole, r.part, at[r.name])), stream="caller")
+            # merged ops as soon as possible, but those that nobody waits for (a cache's length) at the end
+            turn = {r: 1 if not r.part.is_whole else 0 if r.height else 2 for r in ready}
+            flow.execute(min(ready, key=lambda r: (turn[r], r.part, at[r.name])), stream="caller")
 
 
 class Interleaved(df.Strategy):
