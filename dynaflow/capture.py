@@ -306,8 +306,10 @@ class Compiled:
     def _cuts_batch(self) -> bool:
         """Whether a capture now is to serve all batch sizes. What runs as a whole, or under autograd, is captured as torch.compile
         does it: for the sizes at hand, and for all when a second one comes."""
+        if self._graph.inspects:
+            return True
         settings = self.settings
-        if isinstance(settings.strategy, Sequential) and settings.buckets is None and not self._graph.inspects:
+        if isinstance(settings.strategy, Sequential) and settings.buckets is None:
             return False
         owner = getattr(self.model, "__self__", self.model)
         parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()

@@ -12,6 +12,7 @@ is one generated function (expressions over the flow's symbols, evaluated in one
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from torch import fx
@@ -69,6 +70,8 @@ class _Work(NamedTuple):
     kind: str
     # replacement functions are the user's: they are called as they are
     is_compiled: bool
+    # arguments that it changes in place, or that share memory with such
+    changed: tuple[int, ...] = ()
 
 
 class Binder:
@@ -95,9 +98,9 @@ class Binder:
                 self._steps.append((RECORD if type(step) is Record else WAIT, s, step.event))
         self._outputs = tuple((name, self._view(name, WHOLE)) for name in dict.fromkeys(flow.outputs))
         self._views = tuple(self._index)
-        self._written = {i for work in works for i in work.outs}
+        self._written = Counter(i for work in works for i in work.outs)
         # outputs that one launch makes as a whole: its result can be handed out as it is
-        self.whole_outputs = {i for name, i in self._outputs if i in self._written}
+        self.whole_outputs = {i for name, i in self._outputs if self._written[i] == 1}
         self._inside = self._views_inside()
         self._drops = self._number_drops()
         self._sizes = self._compile_sizes()
@@ -126,7 +129,9 @@ class Binder:
             _Arg(-1, self._exprs.setdefault((a.text, part), len(self._exprs))) if isinstance(a, Expr) else self._argument(a, part)
             for a in unit.args
         )
-        return _Work(launch, unit, args, tuple(self._view(v, part) for v in unit.outs), mutates, kind, True)
+        storages = {flow.value[v].storage for op, _ in launch.calls for v in flow.op(op).mutates}
+        changed = tuple(a.view for a, name in zip(args, unit.args) if isinstance(name, str) and flow.value[name].storage in storages)
+        return _Work(launch, unit, args, tuple(self._view(v, part) for v in unit.outs), mutates, kind, True, changed)
 
     def _unit(self, launch: Launch) -> Unit:
         names = tuple(name for name, _ in launch.calls)
@@ -261,8 +266,12 @@ class _Binding:
         self._placed = {p[0]: p for p in placed}
         self._given = {g[0]: g for g in given}
         self._inside: dict[int, list[tuple[int, int, int, int]]] = {}
-        for w, *rest in inside:
-            self._inside.setdefault(w, []).append(tuple(rest))
+        # bytes from the beginning of a loose tensor to rows inside of it
+        self._rows_at: dict[int, int] = {}
+        for w, r, axis, start, length in inside:
+            self._inside.setdefault(w, []).append((r, axis, start, length))
+            _, name, _, _, stride = self._placed[w]
+            self._rows_at[r] = start * stride[axis] * binder.program.layouts[name].dtype.itemsize if name in binder.loose else 0
         self._relaid, self._numbers = relaid, numbers
         self._entries: dict[tuple[int, Part], Entry] = {}
         # views of results that are kept as they are made
@@ -293,7 +302,8 @@ class _Binding:
         if compiler is not None and work.is_compiled:
             lo, hi = part.bounds(self._batch_size)
             entry = compiler.entry(work.unit, {**self._sizes, **dict.fromkeys(binder.flow.batch, hi - lo)})
-            if entry is not None:
+            # what is changed in place cannot be copied to where the unit could take it
+            if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):
                 return entry
         # forward itself: calling a module takes 3 us more
         fn = work.unit.fn.forward if isinstance(work.unit.fn, fx.GraphModule) else work.unit.fn
@@ -332,6 +342,8 @@ class _Binding:
         if alignment == 1:
             return True
         layouts = self._binder.program.layouts
+        if self._rows_at.get(i, 0) % alignment:
+            return False
         if i in self._placed:
             _, name, offset, _, _ = self._placed[i]
             return bool(offset * layouts[name].dtype.itemsize % alignment == 0)

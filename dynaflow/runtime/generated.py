@@ -155,7 +155,8 @@ class _Writer:
     def line(self, text: str) -> None:
         self.body.append(text)
 
-    def constant(self, name: str, value: str) -> str:
+    def constant(self, wanted: str, value: str) -> str:
+        name = self._unique(wanted)
         self.head.append(f"{name} = {value}")
         return name
 
@@ -290,8 +291,8 @@ class _Writer:
     def output(self, i: int) -> None:
         layout = self.bound.program.layouts[self.bound.views[i].value]
         name = self._names[i] = self._unique(self._label(i))
-        geometry = self.constant(f"shape_{i}, stride_{i}", f"allocated[{self._allocated[i]}][2:]")
-        self.line(f"{name} = empty_strided({geometry}, dtype={layout.dtype}, device={str(layout.device)!r})")
+        geometry = self.constant(f"geometry_{i}", f"allocated[{self._allocated[i]}][2:]")
+        self.line(f"{name} = empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})")
 
     def arena(self, value: str) -> str:
         layout = self.bound.program.layouts[value]

@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,19 +30,22 @@ class Lanes(df.Strategy):
 
 @pytest.fixture
 def inject(monkeypatch):
-    """Make the launch with a given number raise; None: nothing does."""
+    """Make the launch with a given number raise; None: nothing does. Every runtime calls a launch's entry."""
     state = {"number": None, "seen": 0}
     lock = threading.Lock()
-    plain = Call.__call__
+    plain = Call.__init__
 
-    def call(self, tensors):
-        with lock:
-            number, state["seen"] = state["seen"], state["seen"] + 1
-        if number == state["number"]:
-            raise Fault(self.label)
-        plain(self, tensors)
+    def init(self, entry, args, outs, launch, mutates, kind):
+        def call(given):
+            with lock:
+                number, state["seen"] = state["seen"], state["seen"] + 1
+            if number == state["number"]:
+                raise Fault(launch.label)
+            return entry.call(given)
 
-    monkeypatch.setattr(Call, "__call__", call)
+        plain(self, replace(entry, call=call), args, outs, launch, mutates, kind)
+
+    monkeypatch.setattr(Call, "__init__", init)
 
     def set_number(number):
         state.update(number=number, seen=0)
