@@ -1,7 +1,8 @@
 """A captured graph's plans as recordings: what is issued, what must stay between recordings, and which sizes share one.
 
 Padding: a call of b rows runs the recording of the next larger bucket, where that cannot show. Every op must treat rows apart, nothing
-that is changed in place may carry the batch, and outputs must have the batch outermost. Otherwise sizes are recorded as they are.
+that is changed in place may carry the batch, and inputs and outputs must have the batch outermost. Otherwise sizes are recorded as they
+are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Sequence
 
 import torch
 
-from dynaflow.ir import Flow, evaluate
+from dynaflow.ir import Flow, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between
 from dynaflow.runtime.program import Bound, Expr
@@ -26,6 +27,9 @@ log = logging.getLogger("dynaflow")
 
 # launches of one plan that may turn out to be unrecordable, before we give up
 MAX_LEARNED = 16
+
+# a size, where strides are compared before sizes are known
+_NOMINAL = 128
 
 # aten ops that make the host wait for the device, or whose results have a size that only the device knows
 _WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.item", "aten.equal.")
@@ -62,7 +66,7 @@ class PlanBody:
 
     def __init__(self, graph: CapturedGraph, bound: Bound):
         self._names, self._device, self._bound = graph._names, graph.device, bound
-        self.changed = sorted(graph._changed)
+        self.changed: Sequence[int] = sorted(graph._changed)
         self.eager = frozenset(
             number for number, launch in enumerate(bound.plan.launches)
             if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
@@ -109,6 +113,8 @@ class Padding:
         return tuple(rows if i in self._at else size for i, size in enumerate(sizes))
 
     def bucket(self, rows: int) -> int:
+        if not rows:
+            return rows  # there is no row that could be repeated
         if isinstance(self._buckets, str):
             return 1 << max(rows - 1, 0).bit_length()
         assert self._buckets is not None
@@ -150,11 +156,21 @@ def why_unpadded(flow: Flow, built: Built) -> str:
         counts = any(isinstance(arg, Expr) and batch.search(arg.text) for arg in unit.args)
         if op.unsplittable and (touched or counts):
             return f"{op.name}: {op.unsplittable}"
-    for name in flow.outputs:
-        value, layout = flow.value[name], built.program.layouts[name]
-        if value.axis is not None and any(batch.search(step) for step in layout.stride):
-            return f"the batch is not the outermost dim of its output {name}"
+    for value in flow.values:
+        if value.axis is not None and value.role in ("input", "output"):
+            stride = built.program.layouts[value.name].stride
+            if any(step == "0" and size != "1" for size, step in zip(value.shape, stride)):
+                return f"its {value.role} {value.name} is expanded"
+            if any(batch.search(step) for step in stride) or _is_inside(value, stride, flow):
+                return f"the batch is not the outermost dim of its {value.role} {value.name}"
     return ""
+
+
+def _is_inside(value: Value, stride: Sequence[str], flow: Flow) -> bool:
+    """Whether more rows would run into what lies behind them: steps along another dim are longer."""
+    assert value.axis is not None
+    steps = [evaluate(step, dict.fromkeys(flow.symbols, _NOMINAL)) for step in stride]
+    return any(step > steps[value.axis] for size, step in zip(value.shape, steps) if size != "1")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -309,21 +309,40 @@ class _Writer:
 
 
 def run(bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = None, eager: frozenset[int] = frozenset()) -> Any:
-    """Issue everything; the outputs in the order of `bound.outputs`. An error says which launch raised it."""
+    """Issue everything; the outputs in the order of `bound.outputs`. An error says which launch raised it, one of a step that is done
+    again too."""
     code = code_of(bound, eager)
+
+    def outside(step: Callable[[], Any]) -> Any:
+        def told() -> Any:
+            try:
+                return step()
+            except BaseException as error:
+                _tell(bound, code, error)
+                raise
+
+        return between(told)
+
     try:
-        return code.run(inputs, streams, between)
+        return code.run(inputs, streams, outside)
     except BaseException as error:
         streams.join()
-        number = code.failed_launch(error)
-        if number is not None:
-            calls = bound.calls
-            written: dict[str, list[str]] = {}
-            for call in calls[: number + 1]:
-                for name in call.mutates:
-                    written.setdefault(name, []).append(call.label)
-            error.add_note(story(bound, calls[number], written))
+        _tell(bound, code, error)
         raise
+
+
+def _tell(bound: Bound, code: Code, error: BaseException) -> None:
+    number = code.failed_launch(error)
+    if number is None:
+        return
+    calls = bound.calls
+    written: dict[str, list[str]] = {}
+    for call in calls[: number + 1]:
+        for name in call.mutates:
+            written.setdefault(name, []).append(call.label)
+    note = story(bound, calls[number], written)
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def code_of(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:

@@ -137,9 +137,8 @@ class Recording:
                 recorder.abort()
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
-        self._storages = [o.untyped_storage()._cdata for o in self.outputs]
-        self._held = [o.untyped_storage() for o in self.outputs]
-        self._num_refs = [torch._C._storage_Use_Count(s) for s in self._storages]
+        self._storages = [o.untyped_storage() for o in self.outputs]
+        self._num_refs = num_refs(self._storages)
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -171,8 +170,12 @@ class Recording:
 
     def is_free(self) -> bool:
         """Whether nobody else refers to the outputs' memory."""
-        count = torch._C._storage_Use_Count
-        return all(count(s) == n for s, n in zip(self._storages, self._num_refs))
+        return num_refs(self._storages) == self._num_refs
+
+
+def num_refs(storages: list[torch.UntypedStorage]) -> list[int]:
+    """References to memory: by tensors, and by those who hold the storage itself (there is one Python object per storage)."""
+    return [torch._C._storage_Use_Count(s._cdata) + sys.getrefcount(s) for s in storages]
 
 
 def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) -> bool:
@@ -321,11 +324,12 @@ class Recordings:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
         while True:
+            recorder = self.make_recorder()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
-            saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() else []
+            saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with _recording:
-                    return Recording(body, given, self.make_recorder())
+                    return Recording(body, given, recorder)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)
