@@ -106,5 +106,13 @@ def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...,
     what Inductor assumes of sizes."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), inputs)  # type: ignore[assignment]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
+    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), examples)  # type: ignore[assignment]
     return compiled
+
+
+def _number(node: fx.Node, example: Any) -> Any:
+    """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
+    arg = node.meta.get("grapharg")
+    return arg.example if getattr(arg, "pass_arg_as_tensor", False) else example
