@@ -132,6 +132,8 @@ def out_overload(target: str, device: str) -> str | None:
     name = "out" if parts[4] == "default" else f"{parts[4]}_out"
     if functional is None or name not in packet.overloads() or len(functional._schema.returns) != 1:
         return None
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(functional.tags):
+        return None  # its size is known when it has run
     mine, other = functional._schema.arguments, getattr(packet, name)._schema.arguments
     is_same = [a.name for a in other if not a.is_out] == [a.name for a in mine] and [a.name for a in other if a.is_out] == ["out"]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{parts[3]}.{name}", device)

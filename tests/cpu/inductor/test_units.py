@@ -249,4 +249,4 @@ def test_an_aten_op_with_a_kernel_for_out_writes_in_place():
     assert torch.equal(around[4:8], torch.cumsum(x, 1)) and (around[:4] == 7).all() and (around[8:] == 7).all()
     assert out_overload("torch.ops.aten.cumsum.default", "CPU") == "torch.ops.aten.cumsum.out"
     assert out_overload("torch.ops.aten.convolution.default", "CPU") is None
-    assert out_overload("torch.ops.aten.topk.default", "CPU") is None
+    assert out_overload("torch.ops.aten.topk.default", "CPU") is None and out_overload("torch.ops.aten.nonzero.default", "CPU") is None
