@@ -54,7 +54,8 @@ class Inductor:
         return Entry(
             variant.call, variant.own,
             tuple((sizes[x],) if isinstance(x, str) else x if isinstance(x, int) else (x,) for x in variant.inputs), strides,
-            ALIGNMENT if self._is_cuda(unit) or "assert_alignment(" in variant.source else 1, variant.peak_bytes(sizes) or 0, variant.source, variant.path,
+            ALIGNMENT if self._is_cuda(unit) or "assert_alignment(" in variant.source else 1,
+            variant.peak_bytes(sizes) or 0, variant.source, variant.path,
         )  # fmt: skip
 
     def _compiled(self, unit: Unit) -> CompiledUnit | None:
@@ -125,4 +126,4 @@ def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...,
 def _number(node: fx.Node, example: Any) -> Any:
     """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
     arg = node.meta.get("grapharg")
-    return arg.example if getattr(arg, "pass_arg_as_tensor", False) else example
+    return arg.example if arg is not None and getattr(arg, "pass_arg_as_tensor", False) else example

@@ -128,9 +128,9 @@ def out_overload(target: str, device: str) -> str | None:
     if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
         return None
     packet = getattr(torch.ops.aten, parts[3], None)
-    functional = getattr(packet, parts[4], None)
+    functional = getattr(packet, parts[4], None) if packet is not None else None
     name = "out" if parts[4] == "default" else f"{parts[4]}_out"
-    if functional is None or name not in packet.overloads() or len(functional._schema.returns) != 1:
+    if packet is None or functional is None or name not in packet.overloads() or len(functional._schema.returns) != 1:
         return None
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(functional.tags):
         return None  # its size is known when it has run
