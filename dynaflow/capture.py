@@ -245,6 +245,9 @@ class Compiled:
         self._graph, self._is_forward = graph, is_forward
         owner = getattr(model, "__self__", model)
         self._hooks = Hooks(owner) if isinstance(owner, torch.nn.Module) else None
+        # nothing to tell captures: the graph as a whole, and hooks that we watch
+        is_whole = isinstance(settings.strategy, Sequential) and settings.buckets is None and not graph.inspects
+        self._is_plain = is_whole and self._hooks is not None
         # state of the hooks -> the function that Dynamo captures from, and what torch.compile made of it
         self._entries: dict[State, tuple[types.FunctionType, Callable[..., Any]]] = {}
         self._is_warm = False
@@ -279,13 +282,15 @@ class Compiled:
         if torch.compiler.is_dynamo_compiling():
             # part of the capture around it, and under its strategy
             return self.model.forward(*args, **kwargs) if self._is_forward else self.model(*args, **kwargs)
-        if self.settings.batch is not None:
-            self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
-        _listen()
         hooks = self._hooks
         if hooks is not None and hooks.may_have_changed():
             with self.settings.lock:
                 self._call = self._entry(hooks.look())
+        if self._is_plain and self._is_warm:
+            return self._call(*args, **kwargs)  # torch.compile, and nothing else
+        if self.settings.batch is not None:
+            self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
+        _listen()
         call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
         try:
             result = self._under(call, args, kwargs)

@@ -221,6 +221,7 @@ class CapturedGraph:
         self._inputs = [(i, flow.value[name].storage) for i, name in self._names if flow.value[name].role == "input"]
         self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
         self._output_names = tuple(dict.fromkeys(flow.outputs))
+        self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
         self._plain_outputs = _plain_outputs(self.built, self._output_names)
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
         is_recorded = self.settings.runtime == "graph"
@@ -459,7 +460,7 @@ class CapturedGraph:
         numbers = dict(zip(self.flow.symbols, sizes))
         epilogue = self.built.epilogue
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            return epilogue.fn.forward(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
+            return self._epilogue(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
 
     def _issue(self, bound: Bound, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         values = {name: args[i] for i, name in self._names}

@@ -33,11 +33,11 @@ MAX_IDLE_LOOKS = 10_000
 class ReadyOp:
     """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not)."""
 
-    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "cost_us")
+    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost_us")
 
-    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, cost_us: float | None):
+    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost_us: float | None):
         self._planner, self._item, self.op, self.part = planner, item, op, part
-        self.name, self.kind, self.depth, self.cost_us = op.name, op.kind, depth, cost_us
+        self.name, self.kind, self.depth, self.height, self.cost_us = op.name, op.kind, depth, height, cost_us
 
     @property
     def users(self) -> list[ReadyOp]:
@@ -146,6 +146,9 @@ class Planner:
         depth = [0] * len(flow.ops)
         for before, after, _ in sorted(flow.edges, key=lambda e: e.after):
             depth[after] = max(depth[after], depth[before] + 1)
+        height = [0] * len(flow.ops)
+        for before, after, _ in sorted(flow.edges, key=lambda e: -e.before):
+            height[before] = max(height[before], height[after] + 1)
         self._first_item: dict[str, int] = {}
         parts_of = []
         for i, op in enumerate(flow.ops):
@@ -153,7 +156,7 @@ class Planner:
             parts = self._parts_for(op)
             parts_of.append((len(handles), parts))
             for part in parts:
-                handles.append(ReadyOp(self, len(handles), op, part, depth[i], self._costs_us.get(op.name)))
+                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], self._costs_us.get(op.name)))
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))

@@ -102,9 +102,11 @@ class PlanBody:
         number = generated.code_of(bound, self.eager).failed_launch(error)
         if number is None or number in self.eager or len(self.eager) >= MAX_LEARNED:
             return False
-        self.eager |= {number}
+        launches = bound.plan.launches
+        ops = [op for op, _ in launches[number].calls]
+        self.eager |= {n for n, launch in enumerate(launches) if [op for op, _ in launch.calls] == ops}  # its other parts, too
         log.warning("'%s' cannot be recorded in a CUDA Graph, and is launched between recordings: %s: %s",
-                    bound.calls[number].label, type(error).__name__, error)  # fmt: skip
+                    bound.calls[number].label, type(error).__name__, str(error).partition("\n")[0])  # fmt: skip
         return True
 
 

@@ -245,7 +245,9 @@ def expression(size: Any) -> str:
     """A size as Python text over the graph's symbols."""
     if isinstance(size, (int, float)):
         return str(size)
-    text = _PRINTER.doprint(sympy.sympify(size.node.expr)).replace("torch._sym_sqrt", "sqrt").replace("math.sqrt", "sqrt")
+    text = _PRINTER.doprint(sympy.sympify(size.node.expr))
+    for theirs, ours in (("torch._sym_sqrt", "sqrt"), ("math.sqrt", "sqrt"), ("torch.sym_float", "float")):
+        text = text.replace(theirs, ours)
     names = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
     if not _ALLOWED.fullmatch(text) or names - set(SIZE_FUNCTIONS):
         raise Unplannable(f"a size cannot be computed ahead of the call: {text}.", why="it is not an expression over input sizes")

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import dynaflow.testing.torchvision_shim  # noqa: F401  (before timm imports torchvision)
+import dynaflow as df
+import dynaflow.testing.torchvision_shim
 from benchmarks.zoo import _roughen
 
 # tokens in the KV cache before a decode step, and room in it
@@ -62,6 +63,8 @@ class Row:
     fields: tuple[str, ...] = ("logits",)
     has_mask: bool = False
     is_channels_last: bool = False
+    # how plans that split it are partitioned
+    partition: Any = "auto"
     note: str = ""
 
     def config(self, tiny: bool = False) -> dict[str, Any]:
@@ -253,7 +256,8 @@ ROWS: tuple[Row, ...] = (
     Row("llama decode b=1", llama, 1, 1, is_decode=True),
     Row("bert-large 8x512", _bert, 8, 512, fields=("last_hidden_state", "pooler_output"), has_mask=True),
     Row("vit-l/16 b=16", _vit, 16, image_size=224),
-    Row("qwen3-moe 8x512", _qwen3_moe, 8, 512, note="router and grouped products mix the batch: they run merged"),
+    Row("qwen3-moe 8x512", _qwen3_moe, 8, 512,
+        partition=["auto", df.SplitModule("*.mlp", splittable=True)], note="a routed expert layer is one op; its rows are independent"),
 )
 
 

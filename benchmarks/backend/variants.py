@@ -50,14 +50,16 @@ class Parts(df.Strategy):
         flow.split(self.num_parts)
         at = {op.name: i for i, op in enumerate(flow.ops)}
         while ready := flow.get_ready_ops():
-            flow.execute(min(ready, key=lambda r: (not r.part.is_whole, r.part, at[r.name])), stream="caller")
+            # merged ops as soon as possible, but those that nobody waits for (a cache's length) at the end
+            turn = {r: 1 if not r.part.is_whole else 0 if r.height else 2 for r in ready}
+            flow.execute(min(ready, key=lambda r: (turn[r], r.part, at[r.name])), stream="caller")
 
 
 class Interleaved(df.Strategy):
-    """Two parts, layer by layer, a stream for each.
+    """Two parts, layer by layer, changing sides: every layer waits for the other stream, so that the plan is cut per layer.
 
-    part0 | A0 B0 C0 ...
-    part1 | A1 B1 C1 ...
+    left  | A0 B1 C0 D1 ...
+    right | A1 B0 C1 D0 ...
     """
 
     def schedule(self, flow: Any) -> None:
@@ -65,7 +67,7 @@ class Interleaved(df.Strategy):
         at = {op.name: i for i, op in enumerate(flow.ops)}
         while ready := flow.get_ready_ops():
             r = min(ready, key=lambda r: (at[r.name], r.part))
-            flow.execute(r, stream="caller" if r.part.is_whole else "part0" if r.part.lo == 0 else "part1")
+            flow.execute(r, stream="caller" if r.part.is_whole else ("left", "right")[(at[r.name] + r.part.lo) % 2])
 
 
 def entry(module: Any) -> Callable[..., Any]:
@@ -132,7 +134,8 @@ def _graphed(case: Case, _: Mapping[str, Any], with_copies: bool = True) -> Call
 
 def _dynaflow(**wanted: Any) -> Callable[[Case, Mapping[str, Any]], Call]:
     def build(case: Case, options: Mapping[str, Any]) -> Call:
-        fast = df_compile(case.module, **{**options, **wanted})
+        partition = case.row.partition if not isinstance(wanted["strategy"], str) else "auto"
+        fast = df_compile(case.module, partition=partition, **{**options, **wanted})
 
         def call(number: int) -> Any:
             return fast(**case.args(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
@@ -29,11 +30,16 @@ class Inductor:
         # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
         self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
         self._eager = {flow_op: why for flow_op, why in ((op.name, _why_eager(op.kind)) for op in flow.ops) if why}
+        changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
+        num_views = Counter(v.storage for v in flow.values)
+        # Memory behind several arguments, and changed: Inductor takes every argument for memory of its own.
+        self._aliased = frozenset(storage for storage in changed if num_views[storage] > 1)
         # why units run eagerly
         self.reasons: dict[str, str] = {}
 
     def can_fuse(self, name: str) -> bool:
-        return name not in self._eager
+        op = self._flow.op(name)
+        return name not in self._eager and not any(self._flow.value[v].storage in self._aliased for v in (*op.reads, *op.mutates))
 
     def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None:
         try:
@@ -48,7 +54,8 @@ class Inductor:
         return Entry(
             variant.call, variant.own,
             tuple((sizes[x],) if isinstance(x, str) else x if isinstance(x, int) else (x,) for x in variant.inputs), strides,
-            ALIGNMENT if self._is_cuda(unit) else 1, variant.peak_bytes(sizes) or 0, variant.source, variant.path,
+            ALIGNMENT if self._is_cuda(unit) or "assert_alignment(" in variant.source else 1,
+            variant.peak_bytes(sizes) or 0, variant.source, variant.path,
         )  # fmt: skip
 
     def _compiled(self, unit: Unit) -> CompiledUnit | None:
@@ -58,6 +65,10 @@ class Inductor:
 
     def _prepare(self, unit: Unit) -> CompiledUnit | None:
         if not isinstance(unit.fn, fx.GraphModule) or any(name in self._eager for name in unit.ops):
+            return None
+        storages = Counter(self._flow.value[arg].storage for arg in unit.args if isinstance(arg, str))
+        if any(storage in self._aliased and count > 1 for storage, count in storages.items()):
+            self._note(unit, "it takes arguments that share memory, which is changed in place")
             return None
         args = [arg if isinstance(arg, Expr) else self._spec(arg) for arg in unit.args]
         return CompiledUnit(_copies_always(unit.fn), args, self._flow.symbols)
@@ -106,5 +117,13 @@ def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...,
     what Inductor assumes of sizes."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), inputs)  # type: ignore[assignment]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
+    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), examples)  # type: ignore[assignment]
     return compiled
+
+
+def _number(node: fx.Node, example: Any) -> Any:
+    """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
+    arg = node.meta.get("grapharg")
+    return arg.example if arg is not None and getattr(arg, "pass_arg_as_tensor", False) else example

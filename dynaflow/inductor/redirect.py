@@ -6,7 +6,8 @@ as an allocation would be, and overlaps no input: its memory may be scratch befo
 
 1. Trace every name to the memory it lies in: an allocation, an argument, or the result of an extern kernel; through reuse and views.
 2. An output is redirected when it is all of one allocation, without gaps, and no other output lies there; symbolically, for every size.
-3. The allocation's call becomes `_df_outK`, or a view of it where the shape is another; `_df_outK` joins the arguments.
+3. The allocation's call becomes `_df_outK`, or a view of it where the shape is another; `_df_outK` joins the arguments. The result of
+   an aten op that has a kernel for writing into `out=` is written there.
 4. The peak: allocations and frees in order, for given numbers.
 """
 
@@ -55,20 +56,25 @@ def redirect(text: str, num_outputs: int) -> Redirected:
         places = _trace(wrapper)
     except NotUnderstood as e:
         return Redirected(text, (f"Inductor's code has an unknown form: {e}",) * num_outputs)
-    scope = _symbols(wrapper)
+    scope, device = _symbols(wrapper), "CUDA" if "_DeviceGuard" in text else "CPU"
     roots = [_place(places, out) for out in wrapper.outputs]
     own: list[str] = []
     edits: list[tuple[int, int, str]] = []
     names: list[str] = []
     replaced = set()
     for k, (out, place) in enumerate(zip(wrapper.outputs, roots)):
-        reason = _why_own(out, place, scope)
+        reason = _why_own(out, place, scope, device)
         if not reason and any(j != k and other is not None and other.root is place.root for j, other in enumerate(roots) if place):
             reason = "the same buffer is returned twice"
         own.append(reason)
         if reason or place is None:
             continue
         root, name = place.root, f"_df_out{k}"
+        if root.kind == "own":
+            edits += [(*root.function, out_overload(root.target, device) or ""), (root.span[1] - 1, root.span[1] - 1, f", out={name}")]
+            names.append(name)
+            replaced.add(root.makes)
+            continue
         is_same = (root.shape, root.stride) == (place.shape, place.stride)
         edits.append((*root.span, name if is_same else f"reinterpret_tensor({name}, {_tuple(root.shape)}, {_tuple(root.stride)}, 0)"))
         names.append(name)
@@ -115,12 +121,33 @@ def _place(places: Mapping[str, _Place], s: Statement) -> _Place | None:
 # -- 2. what can be redirected
 
 
-def _why_own(out: Statement, place: _Place | None, scope: dict[str, Any]) -> str:
+def out_overload(target: str, device: str) -> str | None:
+    """`torch.ops.aten.cumsum.default` -> `torch.ops.aten.cumsum.out`, where that has a kernel of its own for the device: one that is
+    generated from the functional op would allocate, and copy."""
+    parts = target.split(".")
+    if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
+        return None
+    packet = getattr(torch.ops.aten, parts[3], None)
+    functional = getattr(packet, parts[4], None) if packet is not None else None
+    name = "out" if parts[4] == "default" else f"{parts[4]}_out"
+    if packet is None or functional is None or name not in packet.overloads() or len(functional._schema.returns) != 1:
+        return None
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(functional.tags):
+        return None  # its size is known when it has run
+    mine, other = functional._schema.arguments, getattr(packet, name)._schema.arguments
+    is_same = [a.name for a in other if not a.is_out] == [a.name for a in mine] and [a.name for a in other if a.is_out] == ["out"]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{parts[3]}.{name}", device)
+    return ".".join([*parts[:4], name]) if is_same and has_kernel else None
+
+
+def _why_own(out: Statement, place: _Place | None, scope: dict[str, Any], device: str) -> str:
     if place is None:
         return f"returns {out.target or out.uses[0]}, which is no buffer of its own"
     root = place.root
     if root.kind == "setup":
         return f"a view of input {root.makes}" if out.shape is not None else f"returns input {root.makes}"
+    if root.kind == "own" and place.shape is None and out_overload(root.target, device):
+        return ""
     if root.kind != "allocate":
         return f"extern kernel {root.target.removeprefix('torch.ops.')} allocates its own result"
     if not place.at_start:

@@ -61,6 +61,8 @@ class Statement:
     device: str = ""
     # bytes [start, end) of the text: the value that is bound, or all of the statement
     span: tuple[int, int] = (0, 0)
+    # ... of what is called, for a kernel that allocates its own result
+    function: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class _Reader:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             if re.search(r"\bempty_strided|\bas_strided$", called):
                 raise NotUnderstood(ast.unparse(node))
-            return Statement("own", name, uses, called, span=span)
+            return Statement("own", name, uses, called, span=span, function=self._span(value.func))
         raise NotUnderstood(ast.unparse(node))
 
     def _alias(self, value: ast.expr, name: str = "") -> Statement | None:

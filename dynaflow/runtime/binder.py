@@ -36,6 +36,7 @@ from dynaflow.runtime.program import (
     Expr,
     Geometry,
     Instruction,
+    Layout,
     Out,
     Program,
     Unit,
@@ -152,10 +153,21 @@ class Binder:
 
     def _argument(self, name: str, part: Part) -> _Arg:
         index, layout = self._view(name, part), self.program.layouts.get(name)
-        is_as_expected = part.is_whole and name not in self.loose and layout is not None and layout.expected == layout.stride
-        if layout is None or layout.expected is None or is_as_expected:
+        expected = None if layout is None else layout.expected or self._compiled_strides(name, part, layout)
+        if layout is None or expected is None or (part.is_whole and name not in self.loose and expected == layout.stride):
             return _Arg(index, None)
-        return _Arg(index, self._relaid.setdefault((self._rows(name, part), layout.expected), len(self._relaid)))
+        return _Arg(index, self._relaid.setdefault((self._rows(name, part), expected), len(self._relaid)))
+
+    def _compiled_strides(self, name: str, part: Part, layout: Layout) -> tuple[str, ...] | None:
+        """Eager ops take rows of any strides. Compiled ones want those of a tensor of that many rows: where the batch is not the
+        outermost dim, rows have others. What is changed in place is not copied: no op changes such rows (it is not splittable)."""
+        is_rows = not part.is_whole and self.flow.value[name].axis is not None
+        if self.program.compiler is None or not is_rows or not any(self._mentions_batch(s) for s in layout.stride):
+            return None
+        return layout.stride
+
+    def _mentions_batch(self, expression: str) -> bool:
+        return not expression.isdigit() and any(name in self.flow.batch for name in re.findall(r"[A-Za-z_]\w*", expression))
 
     def _views_inside(self) -> list[tuple[int, int]]:
         """(written view, narrower view) of values that may be kept as they were made."""

@@ -54,8 +54,9 @@ class CudaStreams:
     def join(self) -> None:
         """After an error: the caller's stream is current again, and goes on behind whatever was launched."""
         torch.cuda.set_stream(self.all[0])
-        for side in self.all[1:]:
-            self.all[0].wait_stream(side)
+        if not torch.cuda.is_current_stream_capturing():  # a recording is void anyway
+            for side in self.all[1:]:
+                self.all[0].wait_stream(side)
 
 
 def issue(bound: Bound, run: Run, device: torch.device) -> None:

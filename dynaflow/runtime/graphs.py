@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, Callable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -81,12 +82,15 @@ class CudaRecorder:
         return self._graph.replay
 
     def abort(self) -> None:
+        """A capture that fails leaves its stream current, the allocator with its pool, and the generator refusing to draw."""
         try:
             self._context.__exit__(*sys.exc_info())
         except RuntimeError as error:
             log.debug("the recording was already void: %s", error)
-        # A capture that fails leaves its stream current, and the generator in a state that refuses to draw.
         torch.cuda.set_stream(self._stream)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
+        self._pool.handle = torch.cuda.graph_pool_handle()
         self._generator.graphsafe_set_state(self._spare)
 
 
@@ -125,8 +129,8 @@ class Recording:
             # what an eager launch allocates anew is copied to where it was the first time
             self._pieces.append(lambda: [mine.copy_(new) for mine, new in zip(self.outputs, body(given, self._run_step))])
         else:
-            recorder.begin()
             try:
+                recorder.begin()
                 self.outputs = list(body(given, self._between))
                 self._close()
             except BaseException:

@@ -9,6 +9,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from dynaflow.inductor import CompiledUnit, NotCompiled, Spec, Variant, units
+from dynaflow.inductor.redirect import out_overload
 from dynaflow.runtime.program import Expr
 from tests.cpu.inductor.units import CASES, CPU, Case, W, X, product_without_autocast, spec, tensors, unit
 
@@ -232,3 +233,20 @@ def test_rejects_a_constant_that_is_a_subclass():
         gm.graph.get_attr("c")
     with pytest.raises(NotCompiled, match="Sub"):
         CompiledUnit(gm, [Spec(("2",), ("1",), torch.float32, CPU)], [])
+
+
+def test_an_aten_op_with_a_kernel_for_out_writes_in_place():
+    """cumsum is an extern kernel that allocates; `cumsum.out` writes where it is told. A convolution's `out` would copy."""
+
+    def fn(x):
+        return (torch.cumsum(x, 1), x.sum(1))
+
+    unit = CompiledUnit(fx.symbolic_trace(fn), [Spec(("s0", "8"), ("8", "1"), torch.float32, CPU)], ["s0"])
+    variant = unit.variant({"s0": 4}, static=False)
+    assert variant.own == ("", "")
+    x, around, sums = torch.randn(4, 8), torch.full((12, 8), 7.0), torch.empty(4)
+    variant.bind({"s0": 4})([x], [around[4:8], sums])
+    assert torch.equal(around[4:8], torch.cumsum(x, 1)) and (around[:4] == 7).all() and (around[8:] == 7).all()
+    assert out_overload("torch.ops.aten.cumsum.default", "CPU") == "torch.ops.aten.cumsum.out"
+    assert out_overload("torch.ops.aten.convolution.default", "CPU") is None
+    assert out_overload("torch.ops.aten.topk.default", "CPU") is None and out_overload("torch.ops.aten.nonzero.default", "CPU") is None
