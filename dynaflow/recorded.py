@@ -63,10 +63,12 @@ class PlanBody:
     def __init__(self, graph: CapturedGraph, bound: Bound):
         self._names, self._device, self._bound = graph._names, graph.device, bound
         self.changed = sorted(graph._changed)
-        self.eager = frozenset(
-            number for number, launch in enumerate(bound.plan.launches)
-            if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
-        )  # fmt: skip
+        # launches between recordings, and why
+        self.reasons = {
+            number: why for number, launch in enumerate(bound.plan.launches)
+            if (why := next(filter(None, (why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)), ""))
+        }  # fmt: skip
+        self.eager = frozenset(self.reasons)
 
     def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
         bound = self._bound
@@ -98,6 +100,14 @@ class Padding:
         self.refusal = "" if buckets is None else why_unpadded(flow, built)
         if self.refusal:
             log.warning("%s: buckets= has no effect, sizes are recorded as they are: %s", flow.name, self.refusal)
+
+    def __str__(self) -> str:
+        if self._buckets is None or self.refusal:
+            return f"sizes are recorded as they are: {self.refusal or 'no buckets= are given'}"
+        if not self._at:
+            return "sizes are recorded as they are: no size is the batch"
+        buckets = "powers of two" if isinstance(self._buckets, str) else ", ".join(map(str, self._buckets))
+        return f"the batch is padded to {buckets}"
 
     def sizes(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """The sizes whose recording serves these."""

@@ -41,6 +41,11 @@ class Inductor:
         op = self._flow.op(name)
         return name not in self._eager and not any(self._flow.value[v].storage in self._aliased for v in (*op.reads, *op.mutates))
 
+    @property
+    def eager(self) -> dict[str, str]:
+        """What runs eagerly, of the ops that a plan has asked for, and why."""
+        return {**self._eager, **self.reasons}
+
     def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None:
         try:
             compiled = self._compiled(unit)
@@ -124,5 +129,5 @@ def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...,
 
 def _number(node: fx.Node, example: Any) -> Any:
     """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
-    arg = node.meta.get("grapharg")
+    arg: Any = node.meta.get("grapharg")
     return arg.example if getattr(arg, "pass_arg_as_tensor", False) else example
