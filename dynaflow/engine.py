@@ -161,7 +161,8 @@ class CapturedGraph:
         self.is_whole = isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects
         if not self.is_whole and not self._needs_grad:
             self._ensure_analysed()
-        if self.is_compiled and not self.is_empty and (self.is_whole or self._needs_grad or self.refusal is not None):
+        is_run_whole = self.is_whole or self._needs_grad or self.refusal is not None
+        if self.is_compiled and is_run_whole and not self.is_empty and not self.inspects:
             self._compile_whole(inputs)
         settings.count(captures=1)
 

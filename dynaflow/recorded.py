@@ -75,11 +75,19 @@ class PlanBody:
         # bodies are kept as long as their plan lives, which they must not decide
         self._names, self._device, self._bound = graph._names, graph.device, weakref.ref(bound)
         self.changed: Sequence[int] = sorted(graph._changed)
-        self.eager = frozenset(
-            number for number, launch in enumerate(bound.plan.launches)
-            if any(why_unrecordable(graph.built.calls[op]) for op, _ in launch.calls)
-            or touches_host(graph.flow, bound.program.layouts, launch, graph.device)
-        )  # fmt: skip
+        # launches between recordings, and why
+        self.reasons = {
+            number: why for number, launch in enumerate(bound.plan.launches) if (why := self._why_eager(graph, bound, launch))
+        }  # fmt: skip
+        self.eager = frozenset(self.reasons)
+
+    @staticmethod
+    def _why_eager(graph: CapturedGraph, bound: Bound, launch: Launch) -> str:
+        for op, _ in launch.calls:
+            if why := why_unrecordable(graph.built.calls[op]):
+                return why
+        is_host = touches_host(graph.flow, bound.program.layouts, launch, graph.device)
+        return "it touches memory of the host" if is_host else ""
 
     def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
         bound = self._plan()
@@ -119,6 +127,14 @@ class Padding:
         self.refusal = "" if buckets is None else why_unpadded(flow, built)
         if self.refusal:
             log.warning("%s: buckets= has no effect, sizes are recorded as they are: %s", flow.name, self.refusal)
+
+    def __str__(self) -> str:
+        if self._buckets is None or self.refusal:
+            return f"sizes are recorded as they are: {self.refusal or 'no buckets= are given'}"
+        if not self._at:
+            return "sizes are recorded as they are: no size is the batch"
+        buckets = "powers of two" if isinstance(self._buckets, str) else ", ".join(map(str, self._buckets))
+        return f"the batch is padded to {buckets}"
 
     def sizes(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """The sizes whose recording serves these."""

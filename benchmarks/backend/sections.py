@@ -200,7 +200,10 @@ def _two_batch_target(variants: Variants, name: str, base: str, which: str) -> R
 
 
 def equal_section(case: Case, variants: Variants, effort: Effort) -> Result:
+    """cuDNN's attention does not repeat bit-equal (the same call twice, on one stream, differs): it is off in this section."""
     before = list(case.sets)
+    is_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         replays = _replays(case, variants, OURS_GRAPH, OURS, effort.replays, is_kept=True)
         graph, plain = SPLITS[2][1], SPLITS[2][0]
@@ -210,6 +213,7 @@ def equal_section(case: Case, variants: Variants, effort: Effort) -> Result:
         errors = _errors(case, variants, (COMPILE, OURS, OURS_GRAPH, *((plain, graph, EAGER_SPLIT) if can_split else ())))
     finally:
         case.sets = before
+        torch.backends.cuda.enable_cudnn_sdp(is_cudnn)
     ours = [error for name, error in errors.items() if name != COMPILE]
     targets = [
         target(f"replays of {OURS_GRAPH} that differ from {OURS}", replays.get("different"), 0, replays["note"]),

@@ -41,6 +41,11 @@ class Inductor:
         op = self._flow.op(name)
         return name not in self._eager and not any(self._flow.value[v].storage in self._aliased for v in (*op.reads, *op.mutates))
 
+    @property
+    def eager(self) -> dict[str, str]:
+        """What runs eagerly, of the ops that a plan has asked for, and why."""
+        return {**self._eager, **self.reasons}
+
     def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None:
         try:
             compiled = self._compiled(unit)

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from typing import Any, Callable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
@@ -138,7 +138,9 @@ class Recording:
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self._storages = [o.untyped_storage() for o in self.outputs]
-        self._num_refs = num_refs(self._storages)
+        # What we refer to it ourselves, counted: measured now it could be more, for a moment (kernels keep their last arguments).
+        mine = Counter(s._cdata for s in self._storages)
+        self._num_refs = [mine[s._cdata] + 1 + sys.getrefcount(s) for s in self._storages]
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -170,7 +172,7 @@ class Recording:
 
     def is_free(self) -> bool:
         """Whether nobody else refers to the outputs' memory."""
-        return num_refs(self._storages) == self._num_refs
+        return all(now <= mine for now, mine in zip(num_refs(self._storages), self._num_refs))
 
 
 def num_refs(storages: list[torch.UntypedStorage]) -> list[int]:

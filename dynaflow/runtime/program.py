@@ -169,7 +169,6 @@ class Call:
                 for i, axis, start, length in out.inside:
                     tensors[i] = kept.narrow(axis, start, length)
 
-
     @staticmethod
     def _argument(arg: Arg, tensors: list[Any]) -> Any:
         if arg.view < 0:
@@ -252,29 +251,62 @@ class Bound:
         views = [{a.view for a in call.args} | {o.view for o in call.outs} for call in self.calls]
         return [sorted({root[i] for i in numbers if i in root} - outputs) for numbers in views]
 
+    def bytes_of(self, view: int) -> int:
+        """Of the rows that a view shows."""
+        value, part = self.views[view]
+        lo, hi = part.bounds(self.batch_size)
+        nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
+        return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
+
+    @cached_property
+    def _placed_stride(self) -> dict[int, tuple[int, ...]]:
+        return {i: stride for i, _, _, _, stride in self.placed}
+
+    def _why_read_copied(self, arg: Arg) -> str:
+        if arg.is_cloned:
+            return MISALIGNED
+        is_relaid = arg.stride is not None and self._placed_stride.get(arg.view, arg.stride) != arg.stride
+        return "the batch is not the outermost dim of what it reads" if is_relaid else ""
+
     @property
     def copies(self) -> list[Copy]:
         """Bytes that are moved on behalf of splitting and merging, launch by launch."""
-        flow = self.program.flow
-        placed = {i: stride for i, _, _, _, stride in self.placed}
         found = []
-
-        def add(call: Call, i: int, reason: str) -> None:
-            value, part = self.views[i]
-            lo, hi = part.bounds(self.batch_size)
-            nbytes = evaluate(flow.value[value].nbytes, self.sizes)
-            found.append(Copy(call.label, value, nbytes * (hi - lo) // self.batch_size, reason))
-
         for call in self.calls:
-            for arg in call.args:
-                if arg.is_cloned:
-                    add(call, arg.view, MISALIGNED)
-                elif arg.stride is not None and placed.get(arg.view, arg.stride) != arg.stride:
-                    add(call, arg.view, "the batch is not the outermost dim of what it reads")
-            for out in call.outs:
-                if out.reason:
-                    add(call, out.view, out.reason)
+            views = [(arg.view, self._why_read_copied(arg)) for arg in call.args] + [(out.view, out.reason) for out in call.outs]
+            found += [Copy(call.label, self.views[i].value, self.bytes_of(i), why) for i, why in views if why]
         return found
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that a call holds at once: the arena, outputs, kept results until they are dropped, and what launches allocate while
+        they run (with what they copy). Streams run side by side: the largest launch of each counts. Not known, so not counted: workspaces
+        of libraries, and what eager ops allocate inside.
+        """
+        flow = self.program.flow
+        outputs = {name for name, _ in self.outputs if flow.value[name].role == "output"}
+        alive = most_kept = 0
+        beside: dict[int, int] = {}
+        launches = ((s, what) for code, s, what in self.instructions if code == LAUNCH)
+        for (s, call), drops in zip(launches, self.drops):
+            alive -= sum(self.bytes_of(i) for i in drops if i in self.inside)
+            alive += sum(self.bytes_of(o.view) for o in call.outs if o.how == KEPT and self.views[o.view].value not in outputs)
+            most_kept = max(most_kept, alive)
+            beside[s] = max(beside.get(s, 0), self._beside(call))
+        returned = sum(evaluate(flow.value[name].nbytes, self.sizes) for name in outputs)
+        return int(self.memory.arena_bytes + returned + most_kept + sum(beside.values()))
+
+    def _beside(self, call: Call) -> int:
+        """What a launch holds at its peak that is gone, or kept as a result, behind it; results that are kept count elsewhere."""
+        is_compiled = bool(call.entry.source)
+        copied = sum(self.bytes_of(arg.view) for arg, is_copied in zip(call.args, map(self._why_read_copied, call.args)) if is_copied)
+        mine = kept = 0
+        for out in call.outs:
+            if out.how == COPIED or out.reason:
+                mine += self.bytes_of(out.view) if out.scratch is not None or not is_compiled else 0
+            elif out.how == KEPT and out.scratch is None and is_compiled:
+                kept += self.bytes_of(out.view)
+        return copied + mine + max(call.entry.peak_bytes - kept, 0)
 
     def tensors(self, inputs: Mapping[str, torch.Tensor], *, poison: bool = False) -> list[Any]:
         """The views for one call, over a fresh arena and fresh outputs."""
