@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import suppress
 from typing import Any, Callable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
@@ -137,10 +137,8 @@ class Recording:
                 recorder.abort()
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
-        self._storages = [o.untyped_storage() for o in self.outputs]
-        # What we refer to it ourselves, counted: measured now it could be more, for a moment (kernels keep their last arguments).
-        mine = Counter(s._cdata for s in self._storages)
-        self._num_refs = [mine[s._cdata] + 1 + sys.getrefcount(s) for s in self._storages]
+        # weak references to the storages that were handed out last
+        self._lent: list[int] = []
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -171,13 +169,42 @@ class Recording:
         return step()
 
     def is_free(self) -> bool:
-        """Whether nobody else refers to the outputs' memory."""
-        return all(now <= mine for now, mine in zip(num_refs(self._storages), self._num_refs))
+        """Whether nobody refers to the outputs that were handed out last."""
+        return _are_gone(self._lent)
+
+    def lend(self) -> list[torch.Tensor]:
+        """The outputs as tensors with storages of their own over the same memory: when these are gone, nobody has the outputs.
+
+        (Counting references to our own storages would not do: kernels that keep their last arguments refer to them, too.)
+        """
+        storages: dict[int, Any] = {}
+        tensors = []
+        for output in self.outputs:
+            memory = output.untyped_storage()
+            if memory._cdata not in storages:
+                lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), output.device, memory.nbytes())
+                storages[memory._cdata] = lent
+                self._lent.append(lent._weak_ref())
+            empty = torch.empty(0, dtype=output.dtype, device=output.device)
+            tensors.append(empty.set_(storages[memory._cdata], output.storage_offset(), output.shape, output.stride()))
+        return tensors
+
+    def __del__(self) -> None:
+        """The memory of outputs that somebody has outlives the recording."""
+        _outlived[:] = [(outputs, lent) for outputs, lent in _outlived if not _are_gone(lent)]
+        if getattr(self, "_lent", None) and not self.is_free():
+            _outlived.append((self.outputs, self._lent))
 
 
-def num_refs(storages: list[torch.UntypedStorage]) -> list[int]:
-    """References to memory: by tensors, and by those who hold the storage itself (there is one Python object per storage)."""
-    return [torch._C._storage_Use_Count(s._cdata) + sys.getrefcount(s) for s in storages]
+# outputs that are still referred to, of recordings that are gone, and weak references to what was handed out
+_outlived: list[tuple[list[torch.Tensor], list[int]]] = []
+
+
+def _are_gone(lent: list[int]) -> bool:
+    storage: Any = torch.UntypedStorage
+    while lent and storage._expired(lent[-1]):
+        storage._free_weak_ref(lent.pop())
+    return not lent
 
 
 def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) -> bool:
@@ -249,17 +276,20 @@ class Bucket:
         self.recordings: list[Recording] = []
         self.num_replays = 0
 
-    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body], Recording], borrow: bool) -> tuple[list[torch.Tensor], bool]:
-        """Outputs, and whether they are to be copied before they are handed out."""
+    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body], Recording], borrow: bool) -> list[torch.Tensor]:
+        """The outputs: the recording's own, lent, or copies."""
         self.slots.fill(args)
-        limit = 1 if borrow else MAX_ROTATION
         for number, recording in enumerate(self.recordings):
-            if number == MAX_ROTATION or borrow or recording.is_free():
+            if borrow or number == MAX_ROTATION or recording.is_free():
                 recording.replay()
                 self.num_replays += 1
-                return recording.outputs, number == MAX_ROTATION
-        self.recordings.append(record(self.slots.given, self._body))
-        return self.recordings[-1].outputs, len(self.recordings) > limit
+                break
+        else:
+            number, recording = len(self.recordings), record(self.slots.given, self._body)
+            self.recordings.append(recording)
+        if borrow:
+            return recording.outputs
+        return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lend()
 
 
 class Recordings:
@@ -312,15 +342,12 @@ class Recordings:
             if len(self._kept) > 1 and key in self._kept:
                 self._kept.move_to_end(key)
             try:
-                outputs, is_copied = bucket.run(args, self._record, self._borrow)
+                return bucket.run(args, self._record, self._borrow)
             except _Unrecordable as error:
                 self._kept.pop(key, None)
                 self._failures[key] = self._failures.get(key, 0) + 1
                 log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s", self._name, error)
                 return None
-            if self._borrow:
-                return outputs
-            return [o.clone() if is_copied else o.detach() for o in outputs]
 
     def _record(self, given: Sequence[Any], body: Body) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:

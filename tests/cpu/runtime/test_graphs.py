@@ -629,3 +629,19 @@ def test_notices(recorder, monkeypatch, hole):
         (x,) = make(5)
         found |= not torch.allclose(fast(x), mixes(x))
     assert found == bool(hole)
+
+
+def test_outputs_outlive_their_recording(counted):
+    """What was handed out stays as it was when the model, its recordings and their memory are gone."""
+    fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    kept = []
+    for _ in range(4):
+        x = torch.randn(6, 4)
+        kept.append((fast(x)[1:], torch.sin(x)[1:] * 2))  # a view alone holds the memory
+    del fast
+    counted.clear()
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    rubbish = [torch.full((6, 4), 9.0) for _ in range(64)]
+    assert all(torch.equal(a, b) for a, b in kept) and len(rubbish) == 64
