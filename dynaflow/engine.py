@@ -221,7 +221,7 @@ class CapturedGraph:
         # the caller's own tensors, parameters aside: argument and storage; and those that are changed in place
         self._inputs = [(i, flow.value[name].storage) for i, name in self._names if flow.value[name].role == "input"]
         self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
-        self._output_names = tuple(dict.fromkeys(flow.outputs))
+        self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
         self._plain_outputs = _plain_outputs(self.built, self._output_names)
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()

@@ -18,7 +18,7 @@ import torch
 from dynaflow.ir import Flow, Launch, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between
-from dynaflow.runtime.program import Bound, Expr, Layout
+from dynaflow.runtime.program import Bound, Expr, Layout, scratch
 from dynaflow.units import Built
 
 if TYPE_CHECKING:
@@ -89,13 +89,15 @@ class PlanBody:
         is_host = touches_host(graph.flow, bound.program.layouts, launch, graph.device)
         return "it touches memory of the host" if is_host else ""
 
-    def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]:
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
         bound = self._plan()
         values = {name: given[i] for i, name in self._names}
         device = self._device if self._device.type == "cuda" else None
         with torch.no_grad():
-            outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams_for(device, bound), between, self.eager)
-        return outputs
+            generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
+
+    def allocate(self) -> list[torch.Tensor]:
+        return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:
         bound = self._bound()

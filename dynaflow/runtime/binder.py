@@ -97,7 +97,8 @@ class Binder:
                 self._steps.append((LAUNCH, s, works[-1]))
             else:
                 self._steps.append((RECORD if type(step) is Record else WAIT, s, step.event))
-        self._outputs = tuple((name, self._view(name, WHOLE)) for name in dict.fromkeys(flow.outputs))
+        made = [name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output"]  # an input may be returned, too
+        self._outputs = tuple((name, self._view(name, WHOLE)) for name in made)
         self._views = tuple(self._index)
         self._written = Counter(i for work in works for i in work.outs)
         # outputs that one launch makes as a whole: its result can be handed out as it is

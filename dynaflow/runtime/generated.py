@@ -1,9 +1,9 @@
 """A bound plan as one straight-line Python function: what runs in the steady state.
 
 Streams, events, views and calls are resolved; nothing is looked up and nothing is decided. One source serves all sizes whose
-launches have the same form: `make(...)` takes the numbers of a binding and returns `run(inputs, streams, between)`.
+launches have the same form: `make(...)` takes the numbers of a binding and returns `run(inputs, streams, between, outputs)`.
 
-    def run(inputs, streams, between):
+    def run(inputs, streams, between, outputs):
         caller, comm = streams
         x = inputs['x']
         arena = empty(arena_bytes, torch.uint8, 'cuda:0')
@@ -39,7 +39,7 @@ from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, C
 
 # names of the generated function that no value may take
 _OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "relaid", "scratch", "empty_strided", "view",
-              "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run")  # fmt: skip
+              "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs")  # fmt: skip
 
 _sources: dict[str, Callable[..., Any]] = {}
 
@@ -145,7 +145,7 @@ class _Writer:
             f"# {plan.flow}: {bound.num_launches} launches on {len(self._streams)} streams",
             "def make(calls, placed, given, allocated, arena_bytes):",
             *(f"    {line}" for line in self.head),
-            "    def run(inputs, streams, between=None):",
+            "    def run(inputs, streams, between=None, outputs=None):",
         ]
         self.launch_at = {line + len(top): number for line, number in self.launch_at.items()}
         return "\n".join([*top, *(f"        {line}" for line in self.body), "    return run", ""])
@@ -292,7 +292,9 @@ class _Writer:
         layout = self.bound.program.layouts[self.bound.views[i].value]
         name = self._names[i] = self._unique(self._label(i))
         geometry = self.constant(f"geometry_{i}", f"allocated[{self._allocated[i]}][2:]")
-        self.line(f"{name} = empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})")
+        place = [view for _, view in self.bound.outputs].index(i)
+        new = f"empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})"
+        self.line(f"{name} = {new} if outputs is None else outputs[{place}]")
 
     def arena(self, value: str) -> str:
         layout = self.bound.program.layouts[value]
@@ -308,9 +310,12 @@ class _Writer:
         return self._arenas[key]
 
 
-def run(bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = None, eager: frozenset[int] = frozenset()) -> Any:
-    """Issue everything; the outputs in the order of `bound.outputs`. An error says which launch raised it, one of a step that is done
-    again too."""
+def run(
+    bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = None, eager: frozenset[int] = frozenset(),
+    outputs: Sequence[torch.Tensor] | None = None,
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """Issue everything; the outputs in the order of `bound.outputs`: new tensors, or those given. What a launch allocates itself is
+    copied into the one given. An error says which launch raised it, one of a step that is done again too."""
     code = code_of(bound, eager)
 
     def outside(step: Callable[[], Any]) -> Any:
@@ -324,7 +329,11 @@ def run(bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = No
         return between(told)
 
     try:
-        return code.run(inputs, streams, outside)
+        results = code.run(inputs, streams, outside, outputs)
+        for mine, result in zip(outputs or (), results):
+            if mine is not result:
+                mine.copy_(result)
+        return outputs if outputs is not None else results
     except BaseException as error:
         streams.join()
         _tell(bound, code, error)

@@ -7,9 +7,9 @@
    recording is replayed only while nobody holds its last outputs. Where all of MAX_ROTATION are held, outputs are copied.
 4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
-All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool but
-outputs, which stay allocated, has to survive a replay. How a recording is made is a parameter: on the CPU nothing is recorded, and a
-replay issues the work again on the same memory.
+All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
+survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
+is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
 class Body(Protocol):
-    """Issues all work on the given arguments, eager steps through `between`; returns the outputs."""
+    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
 
-    def __call__(self, given: Sequence[Any], between: Between) -> Sequence[torch.Tensor]: ...
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
+
+    def allocate(self) -> list[torch.Tensor]:
+        """Memory for the outputs."""
+        ...
 
     # arguments that are changed in place
     changed: Sequence[int]
@@ -124,14 +128,15 @@ class Recording:
     def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
+        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
+        outputs = self.outputs = body.allocate()
         if recorder is None:
-            self.outputs = list(body(given, self._run_step))
-            # what an eager launch allocates anew is copied to where it was the first time
-            self._pieces.append(lambda: [mine.copy_(new) for mine, new in zip(self.outputs, body(given, self._run_step))])
+            body(given, self._run_step, outputs)
+            self._pieces.append(lambda: body(given, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                self.outputs = list(body(given, self._between))
+                body(given, self._between, outputs)
                 self._close()
             except BaseException:
                 recorder.abort()

@@ -223,7 +223,7 @@ class Bound:
     given: tuple[tuple[int, str, int, int, int], ...]
     # outputs that the engine allocates per call: (index, name, shape, stride); others are kept as their launch returns them
     allocated: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...]], ...]
-    # every output and the number of its view
+    # every output that a launch makes, and the number of its view
     outputs: tuple[tuple[str, int], ...]
     # per launch, and once more for the end: views of kept results that are dropped before it
     drops: tuple[tuple[int, ...], ...]
@@ -233,6 +233,19 @@ class Bound:
     @property
     def rows(self) -> list[tuple[Part, int, int]]:
         return [(part, *part.bounds(self.batch_size)) for part in self.plan.parts]
+
+    @cached_property
+    def output_geometries(self) -> list[Geometry]:
+        """Of the outputs, in order: of those that the engine allocates, and of those that a launch does."""
+        flow, layouts = self.program.flow, self.program.layouts
+        kept = {out.view: out.stride for call in self.calls for out in call.outs if out.how == KEPT}
+        placed = {i: (shape, stride) for i, _, shape, stride in self.allocated}
+        found = []
+        for name, i in self.outputs:
+            shape = tuple(evaluate(size, self.sizes) for size in flow.value[name].shape)
+            shape, stride = placed[i] if i in placed else (shape, kept[i])
+            found.append(Geometry(shape, stride, layouts[name].dtype, layouts[name].device))
+        return found
 
     @property
     def calls(self) -> list[Call]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Callable
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,8 @@ class _Writing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[Callable[[], Any]] = []
+        # what was allocated: memory of the pool
+        self.made: WeakSet[torch.Tensor] = WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -29,7 +32,10 @@ class _Writing(TorchDispatchMode):
             return results[0] if len(results) == 1 else tuple(results) or None
         result = func(*args, **kwargs)
         made = [r for r in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(r, torch.Tensor)]
-        if any(r.alias_info is not None for r in schema.returns) or func.__name__.startswith(("empty", "new_empty")):
+        is_view = any(r.alias_info is not None for r in schema.returns)
+        if not is_view:
+            self.made.update(made)
+        if is_view or func.__name__.startswith(("empty", "new_empty")):
             return result
 
         def again() -> None:
@@ -46,12 +52,20 @@ class _Writing(TorchDispatchMode):
 class FakeRecorder:
     # whether something records now
     is_recording = False
+    # per recording: what it allocated
+    pool: list[WeakSet[torch.Tensor]] = []
 
     def __init__(self, log: list[str] | None = None):
         self.log: list[str] = [] if log is None else log
+        self._num_pieces = 0
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        return self._num_pieces > 1
 
     def begin(self) -> None:
         self.log.append("begin")
+        self._num_pieces += 1
         self._mode = _Writing()
         self._mode.__enter__()
         FakeRecorder.is_recording = True
@@ -59,10 +73,17 @@ class FakeRecorder:
     def end(self) -> Callable[[], Any]:
         self.log.append("end")
         self._leave()
-        pieces = self._mode.pieces
+        pieces, mine = self._mode.pieces, self._mode.made
+        FakeRecorder.pool.append(mine)
 
         def replay() -> None:
             self.log.append("replay")
+            # The pool is shared: what others allocated there while they were recorded is ours to overwrite. A piece of the same
+            # recording may come before this one, and what it made is needed: that is only known to be so while it is recorded.
+            if not FakeRecorder.is_recording and not self._is_in_pieces:
+                for other in FakeRecorder.pool:
+                    for tensor in () if other is mine else list(other):
+                        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
             for piece in pieces:
                 piece()
 

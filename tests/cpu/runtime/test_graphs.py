@@ -17,7 +17,7 @@ from dynaflow import recorded
 from dynaflow.ir import Plan
 from dynaflow.runtime import generated, graphs
 from dynaflow.runtime.binder import bind
-from dynaflow.runtime.program import Layout
+from dynaflow.runtime.program import Layout, scratch
 from dynaflow.testing import random_flow
 from dynaflow.testing.notation import flow_of
 from tests.cpu.runtime.models import Net
@@ -407,10 +407,14 @@ def test_random_flows_in_pieces(seed):
         eager = frozenset(steps | set(rng.sample(range(len(plan.launches)), min(3, len(plan.launches)))))
         inputs = case.inputs()
 
-        def body(given, between, bound=bound, eager=eager, inputs=inputs):
-            return generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager)
+        class Body:
+            def allocate(self, bound=bound):
+                return [scratch(geometry) for geometry in bound.output_geometries]
 
-        recording = graphs.Recording(body, [], FakeRecorder())
+            def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
+                generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
+
+        recording = graphs.Recording(Body(), [], FakeRecorder())
         places = [out.data_ptr() for out in recording.outputs]
         for again in range(3):
             if again:
@@ -645,3 +649,15 @@ def test_outputs_outlive_their_recording(counted):
     gc.collect()
     rubbish = [torch.full((6, 4), 9.0) for _ in range(64)]
     assert all(torch.equal(a, b) for a, b in kept) and len(rubbish) == 64
+
+
+def test_an_input_that_is_returned_is_the_callers(counted):
+    """... and not the slot that it was copied to."""
+    fast = df.compile(lambda x, y: (torch.sin(x) * y, y, x[1:]), strategy=df.TwoBatch(), strict=True, runtime="graph")
+    kept = []
+    for _ in range(5):
+        x, y = torch.randn(6, 4), torch.randn(6, 4)
+        got = fast(x, y)
+        assert got[1].data_ptr() == y.data_ptr() and got[2].data_ptr() == x[1:].data_ptr()
+        kept.append((got, (torch.sin(x) * y, y.clone(), x[1:].clone())))
+    assert all(torch.allclose(a, b) for got, wanted in kept for a, b in zip(got, wanted))
