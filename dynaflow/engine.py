@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -168,8 +169,10 @@ class CapturedGraph:
 
     def _compile_whole(self, inputs: Sequence[Any]) -> None:
         began = time.perf_counter()
+        captured, self.gm = self.gm, copy.deepcopy(self.gm)
+        self._whole = self.gm.forward
         try:
-            self._whole = compile_captured(self.gm, inputs)
+            self._whole = compile_captured(captured, inputs)
         except Exception as error:
             if self.settings.strict:
                 raise

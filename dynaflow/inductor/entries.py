@@ -119,12 +119,13 @@ def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
 
 def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
-    what Inductor assumes of sizes."""
+    what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
+    where they are, for one)."""
     from torch._inductor.compile_fx import compile_fx
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
-    compiled: Callable[..., Any] = compile_fx(copy.deepcopy(gm), examples)  # type: ignore[assignment]
+    compiled: Callable[..., Any] = compile_fx(gm, examples)  # type: ignore[assignment]
     return compiled
 
 

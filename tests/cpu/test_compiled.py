@@ -261,3 +261,16 @@ def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _PROCESS], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "0"], "hits and misses"
+
+
+def test_the_graph_as_a_whole_is_known_to_be_dynamos(monkeypatch):
+    """AOT is told which inputs are parameters, as by torch.compile: Inductor then does not look at their addresses in every call."""
+    from torch._functorch import aot_autograd
+
+    plain, seen = aot_autograd._try_get_metadata_from_dynamo, []
+    monkeypatch.setattr(aot_autograd, "_try_get_metadata_from_dynamo", lambda *a, **k: (seen.append(plain(*a, **k)), seen[-1])[1])
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+    df.compile(model, compiler="inductor")(torch.randn(4, 8))
+    torch.compile(lambda x: model(x))(torch.randn(4, 8))
+    (ours, theirs) = [static for _, static in seen]
+    assert len(ours) == len(theirs) == 4
