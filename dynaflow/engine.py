@@ -362,6 +362,7 @@ class CapturedGraph:
         bound = planned.binder.bind(numbers)
         verify_memory(self.flow, planned.plan, bound.memory)
         self.settings.count(binds=1)
+        self.settings.note_peak(bound.peak_bytes)
         return bound
 
     def call_facts(self, args: Sequence[Any], batch_size: int, tags: Mapping[str, Any]) -> dict[str, Any]:

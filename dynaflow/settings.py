@@ -48,6 +48,8 @@ class Stats:
     # launches issued, and those of them that ran on a part of the batch
     num_launches: int = 0
     num_part_launches: int = 0
+    # the most that a plan that was bound is planned to hold, beside parameters and inputs
+    peak_bytes: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -85,6 +87,11 @@ class Settings:
             for stats in (self.stats, TOTAL):
                 for name, amount in amounts.items():
                     setattr(stats, name, getattr(stats, name) + amount)
+
+    def note_peak(self, peak_bytes: int) -> None:
+        with _counting:
+            for stats in (self.stats, TOTAL):
+                stats.peak_bytes = max(stats.peak_bytes, peak_bytes)
 
     def count_call(self) -> None:
         with _counting:  # spelt out: this is on the path of every call

@@ -36,6 +36,8 @@ from benchmarks.backend.variants import (
 
 MAX_ROW_RATIO, MAX_GEOMEAN_RATIO = 1.02, 1.01
 MAX_EXTRA_SHARE, MAX_EXTRA_MIB = 0.02, 32.0
+# per stream, on Hopper (":4096:8")
+CUBLAS_WORKSPACE_MIB = 32.0
 HOST_US, HOST_US_PER_INPUT = 25.0, 5.0
 MAX_TWO_BATCH_MEMORY = 1.05
 MAX_ERROR_RATIO = 2.0
@@ -160,10 +162,22 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
             if name in split and base in unsplit:
                 found = copies[name] = trace.excess(seen[name], seen[base], n, launched)
             targets.append(copies_target(name, found, _fallbacks(split.get(name)) or _why(variants, name, base)))
+    for name, num_streams in ((SPLITS[parts[0]][0], 0), (TWO_BATCH, 1)):
+        targets.append(planned_target(name, split.get(name), num_streams))
     targets.append(_two_batch_target(variants, TWO_BATCH, OURS, "allocated_mib"))
     targets.append(_two_batch_target(variants, TWO_BATCH_GRAPH, OURS_BORROW, "reserved_mib"))
     return {"repetitions": min(len(t.all) for t in times.values()), "variants": figures, "slowdown": slowdown, "copies": copies,
             "targets": targets}  # fmt: skip
+
+
+def planned_target(name: str, variant: Variant | None, num_streams: int) -> Result:
+    """Whether the peak that the engine plans is what the allocator shows. A side stream brings cuBLAS's workspace with it."""
+    what = f"peak memory: {name}, allocated against planned, MiB"
+    if variant is None or variant.allocated_mib is None:
+        return target(what, None, MAX_EXTRA_MIB, "no CUDA" if variant is not None else "not built")
+    planned = df.stats(variant.call.fast).peak_bytes / 2**20 + num_streams * CUBLAS_WORKSPACE_MIB  # type: ignore[attr-defined]
+    limit = max(MAX_EXTRA_MIB, MAX_EXTRA_SHARE * planned)
+    return target(what, abs(variant.allocated_mib - planned), limit, f"planned {planned:.1f}, allocated {variant.allocated_mib:.1f}")
 
 
 def copies_target(name: str, found: Result | None, problem: str = "") -> Result:
