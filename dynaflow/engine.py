@@ -33,7 +33,7 @@ from dynaflow.memory import can_be_loose, place
 from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
-from dynaflow.recorded import Padding, PlanBody, streams_for, why_unrecordable
+from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
@@ -407,7 +407,9 @@ class CapturedGraph:
 
     def can_fuse(self, op: Op) -> bool:
         assert self.compiler is not None
-        return self.compiler.can_fuse(op.name) and not (self._recordings is not None and why_unrecordable(self.built.calls[op.name]))
+        # one that must stay between recordings would keep the whole unit there
+        is_between = self._recordings is not None and bool(why_between(op, self.built, self.device))
+        return self.compiler.can_fuse(op.name) and not is_between
 
     def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
         if self.settings.runtime.startswith("fake"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch
 
-from dynaflow.ir import Flow, Launch, Value, evaluate
+from dynaflow.ir import Flow, Launch, Op, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between
 from dynaflow.runtime.program import Bound, Expr, Layout, scratch
@@ -47,10 +47,18 @@ def why_unrecordable(calls: Sequence[str]) -> str:
     return ""
 
 
-def touches_host(flow: Flow, layouts: Mapping[str, Layout], launch: Launch, device: torch.device) -> bool:
-    """Whether a launch reads or writes memory of the host, which a recording on `device` would do once and for all."""
-    ops = [flow.op(name) for name, _ in launch.calls]
-    return any(layouts[value].device.type != device.type for op in ops for value in (*op.reads, *op.writes, *op.mutates))
+def touches_host(op: Op, layouts: Mapping[str, Layout], device: torch.device) -> bool:
+    """Whether an op reads or writes memory of the host, which a recording on `device` would do once and for all."""
+    return any(layouts[value].device.type != device.type for value in (*op.reads, *op.writes, *op.mutates))
+
+
+def why_between(op: Op, built: Built, device: torch.device) -> str:
+    """Why an op is launched between recordings; empty when nothing speaks against recording it."""
+    if op.name in built.unrecordable:
+        return "recordable=False in the partition"
+    if why := why_unrecordable(built.calls[op.name]):
+        return why
+    return "it touches memory of the host" if touches_host(op, built.program.layouts, device) else ""
 
 
 def _overload(name: str) -> Any:
@@ -76,18 +84,13 @@ class PlanBody:
         self._names, self._device, self._bound = graph._names, graph.device, weakref.ref(bound)
         self.changed: Sequence[int] = sorted(graph._changed)
         # launches between recordings, and why
-        self.reasons = {
-            number: why for number, launch in enumerate(bound.plan.launches) if (why := self._why_eager(graph, bound, launch))
-        }  # fmt: skip
+        self.reasons = {number: why for number, launch in enumerate(bound.plan.launches) if (why := self._why_eager(graph, launch))}
         self.eager = frozenset(self.reasons)
 
     @staticmethod
-    def _why_eager(graph: CapturedGraph, bound: Bound, launch: Launch) -> str:
-        for op, _ in launch.calls:
-            if why := why_unrecordable(graph.built.calls[op]):
-                return why
-        is_host = touches_host(graph.flow, bound.program.layouts, launch, graph.device)
-        return "it touches memory of the host" if is_host else ""
+    def _why_eager(graph: CapturedGraph, launch: Launch) -> str:
+        whys = (why_between(graph.flow.op(name), graph.built, graph.device) for name, _ in launch.calls)
+        return next(filter(None, whys), "")
 
     def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
         bound = self._plan()
@@ -110,7 +113,7 @@ class PlanBody:
     def learn(self, error: BaseException) -> bool:
         bound = self._plan()
         number = generated.code_of(bound, self.eager).failed_launch(error)
-        if number is None or number in self.eager or len(self.eager) >= MAX_LEARNED:
+        if number is None or number in self.eager or len(self.eager) - len(self.reasons) >= MAX_LEARNED:
             return False
         launches = bound.plan.launches
         ops = [op for op, _ in launches[number].calls]

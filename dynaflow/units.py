@@ -50,6 +50,8 @@ class Built:
     calls: dict[str, tuple[str, ...]]
     # with one row, a copy that is changed in place later would be a view
     may_alias: bool
+    # ops that the partition says recordable=False of
+    unrecordable: frozenset[str]
 
 
 class _UnitGraph:
@@ -222,6 +224,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         {name: sources.fake(key) for key, name in names.items()},
         {group.name: tuple(dict.fromkeys(c for n in group.nodes for c in facts.nodes[n].calls)) for group in groups},
         any(sources.may_alias(n) for group in groups for n in group.nodes),
+        frozenset(group.name for group in groups if not group.recordable),
     )
 
 

@@ -14,12 +14,10 @@ from torch import nn
 import dynaflow as df
 import dynaflow.testing.fuzz as fuzz
 from dynaflow import recorded
-from dynaflow.ir import Plan
 from dynaflow.runtime import generated, graphs
 from dynaflow.runtime.binder import bind
-from dynaflow.runtime.program import Layout, scratch
+from dynaflow.runtime.program import scratch
 from dynaflow.testing import random_flow
-from dynaflow.testing.notation import flow_of
 from tests.cpu.runtime.models import Net
 from tests.cpu.runtime.placing import with_fresh_results
 from tests.cpu.runtime.recorder import REFUSAL, FakeRecorder
@@ -575,15 +573,6 @@ def test_plans_that_were_dropped_are_let_go(recorder, monkeypatch):
             assert torch.equal(fast(x), sine(x))
     gc.collect()
     assert 0 < len(alive) <= 4
-
-
-def test_what_touches_the_host_is_not_recorded():
-    flow = flow_of("input x\ninput scale state\na: x -> h\nb: h scale -> y\nc: y -> z\noutput z")
-    host, device = torch.device("cpu"), torch.device("cuda", 0)
-    layouts = {v.name: Layout(torch.float32, host if v.name == "scale" else device, ("1",)) for v in flow.values}
-    plan = Plan.parse(f"plan {flow.label}\nlaunch a @caller\nlaunch b @caller\nlaunch c @caller\nlaunch [a, b] @caller\n")
-    found = [recorded.touches_host(flow, layouts, launch, torch.device("cuda")) for launch in plan.launches]
-    assert found == [False, True, False, True]
 
 
 def test_why_an_op_cannot_be_recorded():
