@@ -148,8 +148,8 @@ class CapturedGraph:
         self._tags_read: tuple[str, ...] = ()
         self.plans: list[Planned] = []
         self._bound: dict[Any, Bound | Fallback] = {}
-        # id of a plan (plans live as long as this) -> the binder of its serialised twin
-        self._serial: dict[int, Binder] = {}
+        # id of a plan -> the plan, and the binder of its serialised twin
+        self._serial: dict[int, tuple[Plan, Binder]] = {}
         self._sequential_binder: Binder | None = None
         devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
@@ -221,8 +221,9 @@ class CapturedGraph:
         self._output_axes = [self.facts.axis[a] if isinstance(a, fx.Node) else None for a in output.args[0]]
         devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), self.device)
-        # the caller's own tensors, parameters aside: argument and storage; and those that are changed in place
-        self._inputs = [(i, flow.value[name].storage) for i, name in self._names if flow.value[name].role == "input"]
+        # the caller's own tensors, parameters that nobody changes aside: argument and storage; and those that are changed in place
+        self._inputs = [(i, s) for i, name in self._names if (s := flow.value[name].storage) in self._mutated
+                        or flow.value[name].role == "input"]  # fmt: skip
         self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
@@ -286,23 +287,30 @@ class CapturedGraph:
         elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
             padded = self._padding.sizes(sizes)
             wider = bound if padded == sizes else self._at(padded, tags, args)
+            if wider is None:
+                padded, wider = sizes, bound
             given = list(args)
             outputs = self._recordings.replay(wider, given)
-            if outputs is None and self._has_captured_aliases(args):
+            if outputs is None and self._has_captured_aliases(args) and self._is_bound_aligned(args):
                 outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
             if outputs is not None:
                 return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
         if not self._has_captured_aliases(args):
             return self._fall_back(_ALIASED, args, self.gm.forward)
+        try:
+            aligned = self._aligned(args)
+        except errors.Misaligned as error:
+            return self._fall_back(Fallback(str(error), error), args, self.gm.forward)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            return self._hand_out(bound, sizes, args, self._issue(bound, self._aligned(args)))
+            return self._hand_out(bound, sizes, args, self._issue(bound, aligned))
 
-    def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound:
-        """The plan for sizes that a call is padded to. Where there is none, that is the sequential one."""
+    def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | None:
+        """The plan for sizes that a call is padded to; None where they cannot be planned."""
         ready = self._bound.get(self._key(sizes, tags)) or self._prepare(sizes, tags, args)
-        bound = ready.bound if isinstance(ready, Fallback) else ready
-        assert bound is not None, "where something is recorded, the sequential plan can be"
-        return bound
+        if isinstance(ready, Fallback):
+            self._note(ready)
+            return ready.bound
+        return ready
 
     def _body(self, bound: Bound) -> PlanBody:
         if bound not in self._bodies:
@@ -437,9 +445,11 @@ class CapturedGraph:
 
     def _serial_bound(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:
         with self.settings.lock:
-            if id(bound.plan) not in self._serial:
-                self._serial[id(bound.plan)] = Binder(bound.plan.serialised(), bound.program)
-            return self._serial[id(bound.plan)].bind(dict(zip(self.flow.symbols, sizes)))
+            plan, binder = self._serial.get(id(bound.plan), (None, None))
+            if plan is not bound.plan or binder is None:
+                binder = Binder(bound.plan.serialised(), bound.program)
+                self._serial[id(bound.plan)] = (bound.plan, binder)
+            return binder.bind(dict(zip(self.flow.symbols, sizes)))
 
     def _op_by_op(self, sizes: tuple[int, ...]) -> Bound:
         """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""
@@ -460,6 +470,9 @@ class CapturedGraph:
     def _hand_out(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
         """The graph's outputs from the plan's: views of them, and of inputs, as the graph has them."""
         self.settings.count_planned(bound.num_launches, bound.num_part_launches)
+        if self._changed:
+            # compiled code and recordings change tensors behind autograd's back; what was saved for a backward must be seen to be stale
+            torch.autograd.graph.increment_version([args[i] for i in self._changed if not args[i].is_inference()])
         if self._plain_outputs is not None:
             return [outputs[i] for i in self._plain_outputs]
         values = {name: args[i] for i, name in self._names}
@@ -475,17 +488,26 @@ class CapturedGraph:
         is_cuda = self.device.type == "cuda" and runtime not in ("threads", "serial", "fake")
         is_stepwise = is_profiling() or self.settings.part_context is not None
         if not is_stepwise and (is_cuda or runtime == "serial" or (runtime != "fake" and not bound.streams)):
-            outputs: Sequence[torch.Tensor] = generated.run(bound, values, streams_for(self.device if is_cuda else None, bound))
-            return outputs
+            is_elsewhere = is_cuda and self.device.index not in (None, torch.cuda.current_device())
+            with torch.cuda.device(self.device) if is_elsewhere else _NOTHING:
+                return generated.run(bound, values, streams_for(self.device if is_cuda else None, bound))
         tensors = bound.tensors(values, poison=runtime == "fake")
         run = Run(bound, tensors, self._part_contexts(bound))
         if is_cuda:
-            cuda.issue(bound, run, self.device)
+            with torch.cuda.device(self.device):
+                cuda.issue(bound, run, self.device)
         elif runtime in ("fake", "serial"):
             fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
         else:
             threads.issue(bound, run)
         return list(bound.results(tensors).values())
+
+    def _is_bound_aligned(self, args: Sequence[Any]) -> bool:
+        """Whether what a recording would bind by address may be read by compiled code where it lies."""
+        if self.compiler is None or self.device.type != "cuda":
+            return True
+        copied = self._padding.slots(self, args, self.read_sizes(args))
+        return not any(args[i].data_ptr() % ALIGNMENT for i, _ in self._names if i not in copied)
 
     def _aligned(self, args: Sequence[Any]) -> Sequence[Any]:
         """Compiled code assumes that its inputs are aligned. Views of the caller's may not be."""
@@ -533,8 +555,8 @@ class CapturedGraph:
 
     def _note(self, why: Fallback) -> None:
         """Say it once, count it; raise it when strict."""
-        if why.is_wanted or isinstance(self.settings.strategy, Sequential):
-            return
+        if why.is_wanted or (isinstance(self.settings.strategy, Sequential) and self._recordings is None):
+            return  # nothing was asked for that is not done
         if self.settings.strict:
             raise why.error or errors.FellBack(
                 f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",

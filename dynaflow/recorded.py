@@ -48,8 +48,8 @@ def why_unrecordable(calls: Sequence[str]) -> str:
 
 
 def touches_host(op: Op, layouts: Mapping[str, Layout], device: torch.device) -> bool:
-    """Whether an op reads or writes memory of the host, which a recording on `device` would do once and for all."""
-    return any(layouts[value].device.type != device.type for value in (*op.reads, *op.writes, *op.mutates))
+    """Whether an op reads or writes memory of the host or of another device: a recording on `device` would do that once and for all."""
+    return any(layouts[value].device != device for value in (*op.reads, *op.writes, *op.mutates))
 
 
 def why_between(op: Op, built: Built, device: torch.device) -> str:
@@ -58,7 +58,7 @@ def why_between(op: Op, built: Built, device: torch.device) -> str:
         return "recordable=False in the partition"
     if why := why_unrecordable(built.calls[op.name]):
         return why
-    return "it touches memory of the host" if touches_host(op, built.program.layouts, device) else ""
+    return "it touches memory of the host, or of another device" if touches_host(op, built.program.layouts, device) else ""
 
 
 def _overload(name: str) -> Any:
@@ -112,6 +112,8 @@ class PlanBody:
 
     def learn(self, error: BaseException) -> bool:
         bound = self._plan()
+        if isinstance(error, torch.OutOfMemoryError) or "previous error during capture" in str(error):
+            return False  # another thread made the recording void, or there was no room for it: no launch is to blame
         number = generated.code_of(bound, self.eager).failed_launch(error)
         if number is None or number in self.eager or len(self.eager) - len(self.reasons) >= MAX_LEARNED:
             return False

@@ -298,7 +298,8 @@ class _Binding:
         args = tuple([self._arg(a, entry) for a in work.args])
         outs = tuple([self._out(i, k, entry, work) for k, i in enumerate(work.outs)])
         call = Call(entry, args, outs, work.launch, work.mutates, work.kind)
-        if not entry.source and all(a.view >= 0 and a.stride is None for a in args) and all(o.how == COPIED for o in outs):
+        is_eager = entry.inputs is None and (self._binder.program.compiler is None or not work.is_compiled)
+        if is_eager and all(a.view >= 0 and a.stride is None for a in args) and all(o.how == COPIED for o in outs):
             self._binder.fixed[id(work)] = call  # the same for all sizes
         return call
 

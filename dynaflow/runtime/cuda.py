@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dynaflow.ir import Stream
-from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
 
@@ -42,6 +42,20 @@ def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
         return _streams[key]
 
 
+_callers: dict[int, torch.cuda.Stream] = {}
+
+
+def _after_last_caller(device: torch.device, caller: torch.cuda.Stream) -> None:
+    """Memory that side streams allocated (results that were kept) goes back to them when it is dropped, behind the caller that used
+    it. The next caller may be on another stream: it goes on behind the last one, and with it all side streams."""
+    if torch.cuda.is_current_stream_capturing():
+        return  # recordings are replayed one after the other
+    with _lock:
+        last, _callers[device.index or 0] = _callers.get(device.index or 0), caller
+    if last is not None and last != caller:
+        caller.wait_stream(last)
+
+
 class CudaStreams:
     """The streams of one run: the current one is the caller's."""
 
@@ -49,7 +63,10 @@ class CudaStreams:
     set_stream = staticmethod(torch.cuda.set_stream)
 
     def __init__(self, device: torch.device, streams: tuple[Stream, ...]):
-        self.all = (torch.cuda.current_stream(device), *side_streams(device, streams))
+        caller = torch.cuda.current_stream(device)
+        if streams:
+            _after_last_caller(device, caller)
+        self.all = (caller, *side_streams(device, streams))
 
     def join(self) -> None:
         """After an error: the caller's stream is current again, and goes on behind whatever was launched."""
@@ -60,8 +77,8 @@ class CudaStreams:
 
 
 def issue(bound: Bound, run: Run, device: torch.device) -> None:
-    caller = torch.cuda.current_stream(device)
-    streams = [caller, *side_streams(device, bound.streams)]
+    streams = list(CudaStreams(device, bound.streams).all)
+    caller = streams[0]
     events: dict[str, torch.cuda.Event] = {}
     timed: list[tuple[Any, Any, Any]] = []
     current = 0
@@ -79,7 +96,8 @@ def issue(bound: Bound, run: Run, device: torch.device) -> None:
                     torch.cuda.set_stream(streams[s])
                     current = s
                 if profile is None:
-                    run.launch(what)
+                    with without_autocast_cache():
+                        run.launch(what)
                 else:
                     begin = _mark(streams[s])
                     run.launch(what)

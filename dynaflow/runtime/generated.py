@@ -34,7 +34,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow.ir import Part
-from dynaflow.runtime.lanes import story
+from dynaflow.runtime.lanes import story, without_autocast_cache
 from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, Call, Out, relaid, scratch
 
 # names of the generated function that no value may take
@@ -329,7 +329,8 @@ def run(
         return between(told)
 
     try:
-        results = code.run(inputs, streams, outside, outputs)
+        with without_autocast_cache():
+            results = code.run(inputs, streams, outside, outputs)
         for mine, result in zip(outputs or (), results):
             if mine is not result:
                 mine.copy_(result)

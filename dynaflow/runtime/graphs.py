@@ -14,6 +14,7 @@ is a parameter: on the CPU nothing is recorded, and a replay issues the work aga
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -67,35 +68,61 @@ class Recorder(Protocol):
     def abort(self) -> None: ...
 
 
+_capture_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    index = device.index or 0
+    if index not in _capture_streams:
+        _capture_streams[index] = torch.cuda.Stream(device)
+    return _capture_streams[index]
+
+
 class CudaRecorder:
     def __init__(self, pool: Pool, device: torch.device):
         self._pool, self._device = pool, device
         self._generator = torch.cuda.default_generators[device.index or 0]
+        self._context: Any = None
+        self._guard: Any = None
 
     def begin(self) -> None:
+        # torch's own capture stream belongs to whichever device was current when it was made
+        self._guard = torch.cuda.device(self._device)
+        self._guard.__enter__()
         self._stream = torch.cuda.current_stream(self._device)
         self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
-        self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local")
+        stream = _capture_stream(self._device)
+        self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
         self._context.__enter__()
 
     def end(self) -> Callable[[], Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
             self._context.__exit__(None, None, None)
+        self._leave()
         return self._graph.replay
+
+    def _leave(self) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None
 
     def abort(self) -> None:
         """A capture that fails leaves its stream current, the allocator with its pool, and the generator refusing to draw."""
-        try:
-            self._context.__exit__(*sys.exc_info())
-        except RuntimeError as error:
-            log.debug("the recording was already void: %s", error)
+        if self._guard is None:
+            return  # nothing was being recorded
+        if self._context is not None:
+            try:
+                self._context.__exit__(*sys.exc_info())
+            except RuntimeError as error:
+                log.debug("the recording was already void: %s", error)
         torch.cuda.set_stream(self._stream)
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
         self._pool.handle = torch.cuda.graph_pool_handle()
         self._generator.graphsafe_set_state(self._spare)
+        self._leave()
 
 
 class Pool:
@@ -196,13 +223,25 @@ class Recording:
 
     def __del__(self) -> None:
         """The memory of outputs that somebody has outlives the recording."""
-        _outlived[:] = [(outputs, lent) for outputs, lent in _outlived if not _are_gone(lent)]
         if getattr(self, "_lent", None) and not self.is_free():
-            _outlived.append((self.outputs, self._lent))
+            _outlived[next(_numbers)] = (self.outputs, self._lent)
 
 
-# outputs that are still referred to, of recordings that are gone, and weak references to what was handed out
-_outlived: list[tuple[list[torch.Tensor], list[int]]] = []
+# Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while
+# others are looked through (a recording may die at any time): none but those found to be gone is ever taken out.
+_outlived: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+_numbers = itertools.count()
+
+
+def _let_go() -> None:
+    """Called under a pool's lock, and by one thread at a time."""
+    with _letting_go:
+        for number, (_, lent) in list(_outlived.items()):
+            if _are_gone(lent):
+                _outlived.pop(number, None)
+
+
+_letting_go = threading.Lock()
 
 
 def _are_gone(lent: list[int]) -> bool:
@@ -293,7 +332,7 @@ class Bucket:
             number, recording = len(self.recordings), record(self.slots.given, self._body)
             self.recordings.append(recording)
         if borrow:
-            return recording.outputs
+            return [o.detach() for o in recording.outputs]
         return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lend()
 
 
@@ -346,6 +385,8 @@ class Recordings:
             self._pool.enter(self._device)
             if len(self._kept) > 1 and key in self._kept:
                 self._kept.move_to_end(key)
+            if _outlived:
+                _let_go()
             try:
                 return bucket.run(args, self._record, self._borrow)
             except _Unrecordable as error:

@@ -152,6 +152,20 @@ def story(bound: Bound, call: Call, written: Mapping[str, Sequence[str]]) -> str
     )
 
 
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the casts of weights, wherever they lie and whenever they were made: on another stream, or in a recording's
+    pool. Inside, it makes them anew."""
+    is_on = torch.is_autocast_cache_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+    if is_on:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        if is_on:
+            torch.set_autocast_cache_enabled(True)
+
+
 class Ambient:
     """Grad mode, inference mode and autocast of the caller, to be entered on another thread."""
 

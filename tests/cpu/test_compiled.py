@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import dynaflow as df
 from dynaflow.inductor import units
+from dynaflow.runtime.lanes import without_autocast_cache
 
 pytestmark = [
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="Inductor needs a C++ compiler on the CPU"),
@@ -274,3 +275,90 @@ def test_the_graph_as_a_whole_is_known_to_be_dynamos(monkeypatch):
     torch.compile(lambda x: model(x))(torch.randn(4, 8))
     (ours, theirs) = [static for _, static in seen]
     assert len(ours) == len(theirs) == 4
+
+
+KINDS = [{"strategy": "two_batch"}, {"strategy": "two_batch", "runtime": "graph"}, {"strategy": "sequential", "runtime": "graph"}]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(o.values()))
+def test_an_input_that_is_a_changed_buffer_is_noticed(options):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("buf", torch.zeros(4, 8))
+
+        def forward(self, x):
+            self.buf.add_(1)
+            return x * 2
+
+    model = Counting()
+    fast = df.compile(model, **options)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(torch.randn(4, 8))
+        assert not df.stats(fast).fallbacks
+        wanted = (model.buf + 1) * 2
+        assert torch.equal(fast(model.buf[:]), wanted) and sum(df.stats(fast).fallbacks.values()) == 1
+
+
+@pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(o.values()))
+def test_what_autograd_saved_is_seen_to_be_changed(options):
+    fast = df.compile(lambda c, x: (c.add_(x), c * 2)[1], compiler="inductor", **options)
+    cache, x, weight = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8, requires_grad=True)
+    for is_changed in (False, True):
+        for _ in range(3):
+            with torch.no_grad():
+                fast(cache, x)
+        with torch.enable_grad():
+            loss = (weight * cache).sum()
+            if is_changed:
+                with torch.no_grad():
+                    fast(cache, x)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_strict_sequential_recordings_do_not_fall_back_in_silence():
+    fast = df.compile(lambda c, x: (c.add_(1), c * 2 + x)[1], strategy="sequential", runtime="graph", strict=True)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(torch.zeros(4, 8), torch.ones(4, 8))
+        cache = torch.zeros(4, 8)
+        with pytest.raises(df.errors.FellBack, match="share memory"):
+            fast(cache, cache[:])
+
+
+
+def test_autocast_keeps_no_casts_inside_a_plan():
+    """A weight that one stream cast is not ordered before another's use of it: the cache of casts is off inside, and on again after."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_cache_enabled()
+        with without_autocast_cache():
+            assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
+    with without_autocast_cache():
+        assert torch.is_autocast_cache_enabled()  # without autocast there is nothing to keep
+    inside = []
+
+    def look(x):
+        inside.append(torch.is_autocast_cache_enabled())
+        return (x + 1).to(torch.bfloat16)
+
+    model = nn.Linear(8, 8).requires_grad_(False)
+    fast = df.compile(model, strategy=Replacing(look), runtime="serial", strict=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        fast(torch.randn(4, 8))
+    assert inside and not any(inside)
+
+
+class Replacing(df.Strategy):
+    """Everything is one function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def schedule(self, flow):
+        while ready := flow.get_ready_ops():
+            flow.execute(ready[:1], replace=lambda x, *rest: self.function(x))
