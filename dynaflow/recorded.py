@@ -49,7 +49,9 @@ def why_unrecordable(calls: Sequence[str]) -> str:
 
 def touches_host(op: Op, layouts: Mapping[str, Layout], device: torch.device) -> bool:
     """Whether an op reads or writes memory of the host or of another device: a recording on `device` would do that once and for all."""
-    return any(layouts[value].device != device for value in (*op.reads, *op.writes, *op.mutates))
+    here = (device.type, device.index or 0)
+    devices = [layouts[value].device for value in (*op.reads, *op.writes, *op.mutates)]
+    return any((d.type, d.index or 0) != here for d in devices)
 
 
 def why_between(op: Op, built: Built, device: torch.device) -> str:
