@@ -268,11 +268,10 @@ class Slots:
 
     def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int]):
         """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
-        self.given: list[Any] = list(args)
+        # only these are kept: the caller's own tensors may go, and a recording that nobody's addresses fit any more with them
+        self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
         self._copied = copied
         self._changed = {args[i].untyped_storage().data_ptr() for i in changed}
-        for i, rows in copied.items():
-            self.given[i] = _slot(args[i], rows)
         self._fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
         self._addresses = [args[i].data_ptr() for i in self._fixed]
         if _same_addresses is not None:
@@ -290,12 +289,16 @@ class Slots:
             return bool(_same_addresses(args, self._table, self._fixed))
         return same_addresses(args, self._addresses, self._fixed)
 
+    def given(self, args: Sequence[Any]) -> list[Any]:
+        """What a recording reads: the slots, and the caller's own."""
+        return [self.slots.get(i, arg) for i, arg in enumerate(args)]
+
     def fill(self, args: Sequence[Any]) -> None:
         key = tuple([args[i].shape[rows[0]] for i, rows in self._copied.items() if rows is not None])
         views = self._views.get(key)
         if views is None:
             views = self._views[key] = [
-                self.given[i] if rows is None else self.given[i].narrow(rows[0], 0, args[i].shape[rows[0]])
+                self.slots[i] if rows is None else self.slots[i].narrow(rows[0], 0, args[i].shape[rows[0]])
                 for i, rows in self._copied.items()
             ]
         for view, i in zip(views, self._copied):
@@ -329,7 +332,7 @@ class Bucket:
                 self.num_replays += 1
                 break
         else:
-            number, recording = len(self.recordings), record(self.slots.given, self._body)
+            number, recording = len(self.recordings), record(self.slots.given(args), self._body)
             self.recordings.append(recording)
         if borrow:
             return [o.detach() for o in recording.outputs]

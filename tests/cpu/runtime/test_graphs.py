@@ -247,7 +247,7 @@ def test_rows_beyond_the_call_s_are_valid_ones():
     assert graphs._slot(ids, (0, 5)).tolist() == [[7, 8], [9, 10], [7, 8], [9, 10], [7, 8]]
     slots = graphs.Slots([ids], {0: (0, 5)}, [])
     slots.fill([ids + 1])
-    assert slots.given[0].tolist() == [[8, 9], [10, 11], [7, 8], [9, 10], [7, 8]]
+    assert slots.slots[0].tolist() == [[8, 9], [10, 11], [7, 8], [9, 10], [7, 8]]
 
 
 def test_an_empty_batch_is_not_padded(counted):
@@ -650,3 +650,12 @@ def test_an_input_that_is_returned_is_the_callers(counted):
         assert got[1].data_ptr() == y.data_ptr() and got[2].data_ptr() == x[1:].data_ptr()
         kept.append((got, (torch.sin(x) * y, y.clone(), x[1:].clone())))
     assert all(torch.allclose(a, b) for got, wanted in kept for a, b in zip(got, wanted))
+
+
+def test_slots_do_not_keep_the_callers_cache():
+    x, cache = torch.randn(6, 4), torch.zeros(6, 4)
+    slots = graphs.Slots([x, cache], {0: None}, [1])
+    assert slots.given([x, cache])[1] is cache and slots.given([x, cache])[0] is slots.slots[0]
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
