@@ -87,6 +87,18 @@ def test_outputs_that_are_held_are_never_overwritten():
     assert all(torch.equal(a, b) for a, b in kept)
 
 
+@pytest.mark.parametrize("first_kept", range(6))
+def test_no_recording_writes_over_another_s_outputs(first_kept):
+    """Recordings share a pool: an output that lay in it would be scratch of the next one's replays. Whichever is kept first stays."""
+    fast = df.compile(block(), runtime="graph")
+    kept, out = [], None
+    for step in range(40):
+        out = fast(ids(4))  # the last one is held meanwhile: recordings take turns
+        if step in (3 + first_kept, 20):
+            kept.append((out, out.clone()))
+    assert all(torch.equal(a, b) for a, b in kept)
+
+
 def test_borrowed_outputs_are_one_memory():
     fast = df.compile(block(), runtime="graph", borrow=True)
     addresses = {fast(ids(4)).data_ptr() for _ in range(6)}
