@@ -148,7 +148,7 @@ def check_model(
 
 def _check_strategy(entry: Entry, module: nn.Module, strategy: str, batch_sizes: Sequence[int], device: str, dtype: torch.dtype) -> Row:
     began = time.perf_counter()
-    fast = df.compile(module, strategy=STRATEGIES[strategy]())
+    fast = df.compile(module, strategy=STRATEGIES[strategy](), compiler="eager")
     cases, ops = [], (0, 0)
     for batch in batch_sizes:
         inputs = _move(entry.inputs(batch, seed=len(strategy)), device, dtype)
@@ -210,7 +210,7 @@ def check_generate(entry: Entry, cache: str, batch: int = 4, device: str = "cpu"
     if cache == "static":
         settings["cache_implementation"] = "static"
     expected = model.generate(**prompts(batch, device), **settings)
-    fast = model.forward = df.compile(model.forward, strategy=strategy or df.TwoBatch())
+    fast = model.forward = df.compile(model.forward, strategy=strategy or df.TwoBatch(), compiler="eager")
     try:
         tokens = model.generate(**prompts(batch, device), **settings)
     except Exception as error:

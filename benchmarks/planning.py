@@ -32,7 +32,8 @@ from dynaflow.ir import Flow, Op, Plan, Value
 from dynaflow.memory import bind_memory, place
 from dynaflow.planner import Planner
 from dynaflow.planner import plan as make_plan
-from dynaflow.runtime.program import Binder, Layout, Program, Unit
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Layout, Program, Unit
 from dynaflow.strategies import Branches, NanoBatch, TwoBatch
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify, verify_memory

@@ -21,11 +21,30 @@ def _models(name: str, where: str) -> tuple[str, str, str]:
     return what, f"{s['ok']} of {s['rows']} ok; {s['bit_equal']} of {s['cases']} results bit-equal to the same plan on one stream", name
 
 
+def _backend() -> list[tuple[str, str, str]]:
+    """The price of being there: all rows that were measured, the misses counted."""
+    data = _load("backend")
+    rows, overall = data["rows"], {t["what"]: t["value"] for t in data["summary"]["overall"]}
+    timed = [r["row"] for r in rows if r["section"] == "time"]
+    copied = [t["value"] for r in rows if r["section"] == "split" for t in r["targets"] if t["what"].startswith("copied")]
+    gpu = f"one {data['hardware']['gpu'].removeprefix('NVIDIA ')}"
+    graph, plain = (overall[f"time, geometric mean: {pair}"] for pair in
+                    ("dynaflow graph borrow / torch.compile+graph", "dynaflow / torch.compile"))  # fmt: skip
+    missed = len(data["summary"]["missed"])
+    return [
+        (f"sequential plan in one CUDA Graph, against torch.compile in one: {', '.join(timed)}; {gpu}",
+         f"{graph:.3f}x the time (geometric mean); without graphs {plain:.3f}x", "backend"),
+        ("bytes copied to split and merge a batch, in 2 and 4 parts, the same rows", f"{sum(copied):,}", "backend"),
+        ("targets of that suite", f"{data['summary']['met']} met, {missed} missed ([which](docs/backend.md))", "backend"),
+    ]  # fmt: skip
+
+
 def table() -> str:
     fuzz, planning = _load("fuzz")["summary"], {r["row"]: r["ours"]["median_ms"] for r in _load("planning")["rows"]}
     rows = [
-        _models("models", "CPU threads"),
-        _models("models-cuda", "CUDA streams of one H200"),
+        _models("models", "eager ops, CPU threads"),
+        _models("models-cuda", "eager ops, CUDA streams of one H200"),
+        *_backend(),
         (f"{fuzz['flows']:,} random flows x 5 strategies x 10 interleavings and more", f"{fuzz['runs']:,} runs bit-equal", "fuzz"),
         (
             f"{fuzz['mutants']:,} mutated plans in {fuzz['classes']} classes",

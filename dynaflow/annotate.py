@@ -6,7 +6,8 @@
     with df.mark("router", kind="memory"): ...           the lines inside, in model code that one may touch
 
 `splittable=True` says that rows of the batch are independent although the engine cannot see it (a routed expert layer);
-`splittable=False` keeps an op whole.
+`splittable=False` keeps an op whole. `recordable=False` keeps an op out of recordings (runtime="graph"): it is called anew on every call,
+as one must that reads or changes something on the host (a serving engine's attention).
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from dynaflow.errors import OptionError, PartitionError
 from dynaflow.ir import KINDS
 
 MARK = "dynaflow_mark"
+# beside MARK, under recordable=False; a mark inside keeps it
+UNRECORDABLE = "dynaflow_unrecordable"
 
 
-def _check_kind(kind: str | None) -> None:
+def _check(kind: str | None, recordable: bool) -> None:
     if kind is not None and kind not in KINDS:
         raise OptionError(f"unknown kind {kind!r}.", fix=f"use one of {', '.join(KINDS)}")
+    if not isinstance(recordable, bool):
+        raise OptionError(f"recordable is {recordable!r}.", fix="recordable=False, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,10 @@ class SplitModule:
     module: str | type
     kind: str | None = None
     splittable: bool | None = None
+    recordable: bool = True
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind)
+        _check(self.kind, self.recordable)
         if not isinstance(self.module, (str, type)):
             raise PartitionError(f"SplitModule takes a class or a name pattern, not {self.module!r}.", fix="SplitModule('*.mlp')")
 
@@ -57,9 +63,10 @@ class SplitFunc:
     function: Callable[..., Any]
     kind: str | None = None
     splittable: bool | None = None
+    recordable: bool = True
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind)
+        _check(self.kind, self.recordable)
         if not callable(self.function):
             raise PartitionError(f"SplitFunc takes a function or an op, not {self.function!r}.", fix="SplitFunc(torch.matmul)")
 
@@ -67,8 +74,8 @@ class SplitFunc:
 Rule = SplitModule | SplitFunc
 
 
-def mark(name: str, kind: str | None = None) -> ContextManager[Any]:
+def mark(name: str, kind: str | None = None, recordable: bool = True) -> ContextManager[Any]:
     """The ops inside form one op with this name. Outside of a capture it does nothing."""
-    if kind is not None and kind not in KINDS:
-        raise OptionError(f"unknown kind {kind!r}.", fix=f"use one of {', '.join(KINDS)}")
-    return torch.fx.traceback.annotate({MARK: f"{name}|{kind or ''}"})
+    _check(kind, recordable)
+    said = {MARK: f"{name}|{kind or ''}"}
+    return torch.fx.traceback.annotate(said if recordable else {**said, UNRECORDABLE: "yes"})

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import types
 from typing import Any, Callable, Mapping, Sequence
 
@@ -24,11 +25,16 @@ from torch.utils import _pytree as pytree
 
 from dynaflow.engine import CapturedGraph, serialised
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
+from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
 from dynaflow.sources import hint
+from dynaflow.strategies import Sequential
 
 log = logging.getLogger("dynaflow")
+
+# states of a model's hooks whose captures are kept; the oldest goes first
+MAX_HOOK_STATES = 16
 
 
 # -- the backend
@@ -108,16 +114,17 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
-    call.mark()
-    _undo.append(call.unmark)
-    original = fake_impls.op_implementations_dict[_CONVOLUTION]
-    fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
-    _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
-    for config, name, value in (
-        (fx_config, "backed_size_oblivious", not call.is_static),
-        (fx_config, "use_duck_shape", False),
-        (torch._dynamo.config, "skip_nnmodule_hook_guards", False),  # hooks that are registered later must be seen
-    ):
+    wanted: list[tuple[Any, str, bool]] = []
+    if call.cuts_batch():
+        call.mark()
+        _undo.append(call.unmark)
+        original = fake_impls.op_implementations_dict[_CONVOLUTION]
+        fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
+        _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
+        wanted = [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
+    if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
+        wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))
+    for config, name, value in wanted:
         _undo.append(functools.partial(setattr, config, name, getattr(config, name)))
         setattr(config, name, value)
 
@@ -145,24 +152,32 @@ def compile(
     batch: int | Mapping[str, int] | None = None,
     strict: bool = False,
     runtime: str = "auto",
+    compiler: str = "auto",
+    buckets: str | Sequence[int] | None = None,
+    borrow: bool = False,
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Any:
     """Run `model` (a module or a function) under the plans that `strategy` makes.
 
     A module comes back as an object of the same class that shares everything with the original (parameters, buffers, hooks,
-    attributes, state_dict) and whose calls are compiled. A function comes back as a function.
+    attributes, state_dict) and whose calls are compiled, those of `forward` too. A function comes back as a function.
 
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
                   tensor argument that has the first one's size
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
+    compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
+    buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
+                  "powers": powers of two. None: every size is recorded as it is
+    borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
-        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, part_context=part_context, name=name
-    )
+        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, buckets=buckets,
+        borrow=borrow, part_context=part_context, name=name,
+    )  # fmt: skip
     compiled = Compiled(model, settings)
     if not isinstance(model, torch.nn.Module):
         return functools.update_wrapper(compiled, model, updated=())
@@ -174,35 +189,84 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _twin(model: torch.nn.Module, compiled: Compiled) -> torch.nn.Module:
-    """An object of the model's class with the model's own __dict__, whose calls are compiled."""
+    """An object of the model's class with the model's own __dict__ and slots, whose calls are compiled."""
     cls = type(model)
+    # without hooks, as the model's own
+    compiled_forward = Compiled(model, compiled.settings, is_forward=True)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
 
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return compiled_forward(*args, **kwargs)
+
     def copy_of_the_model(self: Any, memo: Any) -> Any:
         return copy.deepcopy(model, memo)
 
+    slots = {name: _SharedSlot(model, slot) for base in reversed(cls.__mro__) for name, slot in vars(base).items()
+             if isinstance(slot, types.MemberDescriptorType)}  # fmt: skip
     namespace = {
-        "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-        "_dynaflow": compiled, "__deepcopy__": copy_of_the_model, "__reduce_ex__": lambda self, protocol: (_itself, (model,)),
+        **slots, "__call__": call, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__, "_dynaflow": compiled, "__deepcopy__": copy_of_the_model,
+        "__reduce_ex__": lambda self, protocol: (_itself, (model,)),
     }  # fmt: skip
     twin: torch.nn.Module = object.__new__(type(cls.__name__, (cls,), namespace))
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin
 
 
-class Compiled:
-    """A callable that captures on first sight of a new kind of input and then runs plans."""
+class _SharedSlot:
+    """A slot (`__slots__`) of the twin: the model's own."""
 
-    def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph):
+    def __init__(self, model: Any, slot: Any):
+        self._model, self._slot = model, slot
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self._slot if instance is None else self._slot.__get__(self._model)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._slot.__set__(self._model, value)
+
+    def __delete__(self, instance: Any) -> None:
+        self._slot.__delete__(self._model)
+
+
+class Compiled:
+    """A callable that captures on first sight of a new kind of input and then runs plans.
+
+    Captures are kept per state of the model's hooks (`hooks.py`), each in a code object and under a backend of its own, so that a
+    hook that comes and goes is captured once, and a code object's recompile limit is not eaten up by hooks. (What runs in pieces,
+    around graph breaks, has captures on the model's own code objects: there, all states share Dynamo's limit.)
+    """
+
+    def __init__(self, model: Any, settings: Settings, graph: type[CapturedGraph] = CapturedGraph, is_forward: bool = False):
         self.model, self.settings = model, settings
-        self._call = torch.compile(_entry(model), backend=functools.partial(capture, settings=settings, graph=graph))
+        self._graph, self._is_forward = graph, is_forward
+        owner = getattr(model, "__self__", model)
+        self._hooks = Hooks(owner) if isinstance(owner, torch.nn.Module) else None
+        # nothing to tell captures: the graph as a whole, and hooks that we watch
+        is_whole = isinstance(settings.strategy, Sequential) and settings.buckets is None and not graph.inspects
+        self._is_plain = is_whole and self._hooks is not None
+        # state of the hooks -> the function that Dynamo captures from, and what torch.compile made of it
+        self._entries: dict[State, tuple[types.FunctionType, Callable[..., Any]]] = {}
         self._is_warm = False
+        self._call = self._entry(())
         try:
             settings.parameters = tuple(inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters)
         except (TypeError, ValueError):  # a builtin such as torch.sin: its arguments have no names
             settings.parameters = ()
+
+    def _entry(self, state: State) -> Callable[..., Any]:
+        if state not in self._entries:
+            if len(self._entries) >= MAX_HOOK_STATES:
+                oldest, _ = self._entries.pop(next(iter(self._entries)))
+                torch._dynamo.reset_code(oldest.__code__)
+            entry = _entry(self.model, self._is_forward)
+            backend = functools.partial(capture, settings=self.settings, graph=self._graph)
+            self._entries[state] = entry, torch.compile(entry, backend=backend)
+            self._is_warm = False
+        return self._entries[state][1]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A compiled function in a class body is a method."""
@@ -216,22 +280,41 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return self.model(*args, **kwargs)  # part of the capture around it, and under its strategy
+            # part of the capture around it, and under its strategy
+            return self.model.forward(*args, **kwargs) if self._is_forward else self.model(*args, **kwargs)
+        hooks = self._hooks
+        if hooks is not None and hooks.may_have_changed():
+            with self.settings.lock:
+                self._call = self._entry(hooks.look())
+        if self._is_plain and self._is_warm:
+            return self._call(*args, **kwargs)  # torch.compile, and nothing else
         if self.settings.batch is not None:
             self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
-        call = Ongoing(functools.partial(self.batch_dims, args, kwargs))
+        call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
         try:
             result = self._under(call, args, kwargs)
         except TorchRuntimeError:
             if call.num_graphs or not call.has_one_row():
                 raise
             # A batch of 1 is captured like any other; a model that broadcasts it against something larger needs to see the 1.
-            call = Ongoing(functools.partial(self.batch_dims, args, kwargs), is_static=True)
+            call = Ongoing(self.batch_dims, args, kwargs, True, hooks is not None, self._cuts_batch)
             result = self._under(call, args, kwargs)
         if not call.num_graphs:
             self._nothing_captured()
         return result
+
+    def _cuts_batch(self) -> bool:
+        """Whether a capture now is to serve all batch sizes. What runs as a whole, or under autograd, is captured as torch.compile
+        does it: for the sizes at hand, and for all when a second one comes."""
+        if self._graph.inspects:
+            return True
+        settings = self.settings
+        if isinstance(settings.strategy, Sequential) and settings.buckets is None:
+            return False
+        owner = getattr(self.model, "__self__", self.model)
+        parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
+        return not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters))
 
     def _under(self, call: Ongoing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token = ongoing.set(call)
@@ -290,13 +373,31 @@ class Compiled:
         return dims
 
 
-def _entry(model: Any) -> Callable[..., Any]:
-    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object."""
+def _entry(model: Any, is_forward: bool) -> types.FunctionType:
+    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object; and, under
+    the code's name, which sizes have changed: those of another model are none of this one's business."""
+    module_class = torch.nn.Module
 
+    # A function without any op is left alone by Dynamo, for all arguments and for good, unless it has a module class as a local.
     def call(*args: Any, **kwargs: Any) -> Any:
+        kept = module_class  # noqa: F841
         return model(*args, **kwargs)
 
-    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = module_class  # noqa: F841
+        return model.forward(*args, **kwargs)
+
+    wanted = forward if is_forward else call
+    name = f"{wanted.__name__}_{_identity(model)}"
+    return types.FunctionType(wanted.__code__.replace(co_name=name), wanted.__globals__, name, None, wanted.__closure__)
+
+
+def _identity(model: Any) -> str:
+    """A model's class, a function's place: what torch.compile would tell models apart by."""
+    named = type(model) if isinstance(model, torch.nn.Module) else model
+    code = getattr(model, "__code__", None)
+    words = [getattr(named, "__module__", None), getattr(named, "__qualname__", type(model).__qualname__), code and code.co_firstlineno]
+    return re.sub(r"\W+", "_", "_".join(str(word) for word in words if word is not None))
 
 
 _LEAVES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)

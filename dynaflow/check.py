@@ -38,7 +38,7 @@ def check(
     args, kwargs = read_inputs(inputs)
     args = tuple(_randomised(a, generator) for a in args)
     kwargs = {k: _randomised(v, generator) for k, v in kwargs.items()}
-    graphs = inspected(model, (args, kwargs), CheckedGraph, strategy=strategy, partition=partition, batch=batch)
+    graphs = inspected(model, (args, kwargs), CheckedGraph, strategy=strategy, partition=partition, batch=batch, compiler="eager")
     found = [c for g in graphs for c in g.checked]
     worst = max(found, key=lambda c: c.worst_difference, default=None)
     return Checked(

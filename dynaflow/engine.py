@@ -1,19 +1,23 @@
 """A captured graph under plans: plan once per context, bind once per sizes, run on every call.
 
-1. `CapturedGraph(...)` analyses and partitions the graph, at capture.
+1. `CapturedGraph(...)` analyses and partitions the graph, at capture. Where nothing is to be planned (the strategy is Sequential and
+   nothing is recorded, or gradients are needed) the graph is compiled as a whole instead, as torch.compile would.
 2. A call looks up its sizes and tags. Known: the bound plan runs. New sizes: a plan whose looks hold is bound to them. Else the
-   strategy runs, and its plan is synchronised, placed and verified before anything is launched.
-3. Whatever cannot be planned runs as the sequential graph: said once in the log, counted, raised instead when strict.
+   strategy runs, and its plan is synchronised, fused, placed and verified before anything is launched.
+3. A bound plan runs as its generated function, as recordings of it, or (other runtimes, profiling, part contexts) step by step.
+4. Whatever cannot be planned runs as the sequential graph: said once in the log, counted, raised instead when strict.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,15 +25,20 @@ from torch import fx
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
 from dynaflow.context import ALL, Context, Look, current_tags
-from dynaflow.ir import Flow, Part, Plan, evaluate
-from dynaflow.memory import place
+from dynaflow.fuse import fuse
+from dynaflow.inductor.entries import Inductor, compile_captured
+from dynaflow.inductor.units import ALIGNMENT
+from dynaflow.ir import Flow, Op, Part, Plan, evaluate
+from dynaflow.memory import can_be_loose, place
 from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
 from dynaflow.planner import run_strategy, sequential_plan
+from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.replacement import check_replacement
-from dynaflow.runtime import cuda, fake, graphs, threads
+from dynaflow.runtime import cuda, fake, generated, graphs, threads
+from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run, is_profiling
-from dynaflow.runtime.program import Binder, Bound, Program
+from dynaflow.runtime.program import COPIED, Bound, Program
 from dynaflow.runtime.ranks import agree
 from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
@@ -44,6 +53,7 @@ log = logging.getLogger("dynaflow")
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
 
+_NOTHING = nullcontext()
 _serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
 
 
@@ -85,41 +95,106 @@ class Fallback:
     error: errors.DynaFlowError | None = None
     # the strategy is Sequential: nothing was given up
     is_wanted: bool = False
+    # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
+    bound: Bound | None = None
 
 
-def finish_plan(flow: Flow, plan: Plan) -> Plan:
-    """synchronise, place, verify: what stands between a strategy's launches and a plan that may run."""
-    plan = place(flow, synchronise(flow, plan))
+_NEEDS_GRAD = Fallback("gradients are needed: the sequential graph runs under autograd")
+_ALIASED = Fallback("inputs share memory that were separate when the graph was captured")
+
+
+def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:
+    """synchronise, fuse, place, verify: what stands between a strategy's launches and a plan that may run."""
+    plan = synchronise(flow, plan)
+    if can_fuse is not None:
+        plan = fuse(flow, plan, can_fuse)
+    plan = place(flow, plan, loose)
     verify(plan, flow)
     return plan
+
+
+def _plain_outputs(built: Built, outputs: Sequence[str]) -> list[int] | None:
+    """Which of the flow's outputs the graph returns, where it returns nothing else: then there is no epilogue to run."""
+    returned = built.epilogue.fn
+    if not isinstance(returned, fx.GraphModule) or any(n.op not in ("placeholder", "output") for n in returned.graph.nodes):
+        return None
+    names = dict(zip([n for n in returned.graph.nodes if n.op == "placeholder"], built.epilogue.args))
+    (output,) = [n for n in returned.graph.nodes if n.op == "output"]
+    values = [names.get(node) for node in output.args[0]] if all(isinstance(node, fx.Node) for node in output.args[0]) else [None]
+    return [outputs.index(v) for v in values] if all(v in outputs for v in values) else None  # type: ignore[arg-type]
 
 
 class CapturedGraph:
     """One graph that Dynamo captured. Callable with the graph's inputs."""
 
+    # whether graphs of this class are made to be looked at
+    inspects = False
+
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], fixed: int | None, settings: Settings
     ):
         self.gm, self.settings = gm, settings
+        self._captured = (tuple(inputs), dict(axes), set(symbols))
         # the batch size, where Dynamo made it a constant
         self.fixed_batch = fixed
         self.refusal: Fallback | None = None
+        self.is_empty = not any(n.op.startswith("call_") for n in gm.graph.nodes)
         # `with torch.enable_grad()` inside the model
         self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
         self._recordings: graphs.Recordings | None = None
+        self._is_analysed = False
+        self.compiler: Inductor | None = None
         # tags that a plan looked at: others do not tell contexts apart
         self._tags_read: tuple[str, ...] = ()
         self.plans: list[Planned] = []
         self._bound: dict[Any, Bound | Fallback] = {}
-        # id of a plan (plans live as long as this) -> the binder of its serialised twin
-        self._serial: dict[int, Binder] = {}
+        # id of a plan -> the plan, and the binder of its serialised twin
+        self._serial: dict[int, tuple[Plan, Binder]] = {}
+        self._sequential_binder: Binder | None = None
+        devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
+        self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
+        self.is_compiled = settings.wants_inductor(self.device)
+        # what runs for the graph as a whole
+        self._whole: Callable[..., Any] = gm.forward
+        is_grad = torch.is_grad_enabled() or self._enables_grad
+        self._needs_grad = is_grad and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        # nothing is to be planned
+        self.is_whole = isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects
+        if not self.is_whole and not self._needs_grad:
+            self._ensure_analysed()
+        is_run_whole = self.is_whole or self._needs_grad or self.refusal is not None
+        if self.is_compiled and is_run_whole and not self.is_empty and not self.inspects:
+            self._compile_whole(inputs)
+        settings.count(captures=1)
+
+    def _compile_whole(self, inputs: Sequence[Any]) -> None:
+        began = time.perf_counter()
+        captured, self.gm = self.gm, copy.deepcopy(self.gm)
+        self._whole = self.gm.forward
         try:
-            self._analyse(inputs, axes, symbols)
+            self._whole = compile_captured(captured, inputs)
+        except Exception as error:
+            if self.settings.strict:
+                raise
+            log.warning("%s runs eagerly, Inductor cannot compile it: %s: %s", self.settings.name, type(error).__name__, error)
+            return
+        log.info("compiled a graph of %s as a whole: %d nodes in %.1f s", self.settings.name, len(self.gm.graph.nodes),
+                 time.perf_counter() - began)  # fmt: skip
+
+    def _ensure_analysed(self) -> None:
+        """What planning needs to know; once, and only where something is planned (or asked: explain, check, profile)."""
+        if self._is_analysed:
+            return
+        self._is_analysed = True
+        settings = self.settings
+        try:
+            self._analyse(*self._captured)
         except errors.DynaFlowError as error:
-            self.refusal = Fallback(str(error), error)
+            # the sequential graph is what Sequential asks for, whether a plan could be made or not
+            is_wanted = isinstance(error, Unplannable) and isinstance(settings.strategy, Sequential)
+            self.refusal = Fallback(str(error), error, is_wanted)
         except Exception as error:
             self.refusal = self._our_bug("analysed", error)
-        settings.count(captures=1)
 
     def _our_bug(self, what: str, error: Exception) -> Fallback:
         log.exception("dynaflow: a graph of %s could not be %s", self.settings.name, what)
@@ -145,10 +220,21 @@ class CapturedGraph:
         (output,) = [n for n in self.gm.graph.nodes if n.op == "output"]
         self._output_axes = [self.facts.axis[a] if isinstance(a, fx.Node) else None for a in output.args[0]]
         devices = {x.device for x in self.facts.fake.values() if isinstance(x, torch.Tensor)}
-        self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
-        if self.settings.runtime == "graph":
-            record = graphs.record_cuda if self.device.type == "cuda" else graphs.record_nothing
-            self._recordings = graphs.Recordings(self.settings.name, record)
+        self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), self.device)
+        # the caller's own tensors, parameters that nobody changes aside: argument and storage; and those that are changed in place
+        self._inputs = [(i, s) for i, name in self._names if (s := flow.value[name].storage) in self._mutated
+                        or flow.value[name].role == "input"]  # fmt: skip
+        self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
+        self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
+        self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
+        self._plain_outputs = _plain_outputs(self.built, self._output_names)
+        self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
+        is_recorded = self.settings.runtime == "graph"
+        self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None
+        self.program = replace(self.built.program, compiler=self.compiler)
+        if is_recorded:
+            self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow)
+            self._padding = Padding(flow, self.built, self.settings.buckets)
         if self.fixed_batch is not None and not isinstance(self.settings.strategy, Sequential):
             log.warning("%s: Dynamo fixed the batch size at %d, because the model's code asks for it (TORCH_LOGS=dynamic says where); "
                         "nothing of this graph can be split", self.settings.name, self.fixed_batch)  # fmt: skip
@@ -160,10 +246,20 @@ class CapturedGraph:
     # -- 2. calls
 
     def __call__(self, *args: Any) -> Any:
-        result = self._call(*args)
-        call = ongoing.get()
+        settings, call = self.settings, ongoing.get()
+        settings.count_call()
         if call is not None:
             call.num_graphs += 1
+        if self.is_empty:
+            return self.gm.forward(*args)  # the model returned what it was given: there is nothing to plan
+        if self._needs_grad:
+            self._note(_NEEDS_GRAD)
+            return self._whole(*args)
+        if self.is_whole:
+            if not is_profiling():
+                return self._whole(*args)
+            self._ensure_analysed()
+        result = self._planned(args)
         if call is not None and self.refusal is None:
             # A later graph of the same call may take these as inputs, and be captured: it must know where the batch is.
             for output, axis in zip(result, self._output_axes):
@@ -171,28 +267,55 @@ class CapturedGraph:
                     call.add(output, -1 if axis is None else axis)
         return result
 
-    def _call(self, *args: Any) -> Any:
-        self.settings.count(calls=1)
-        is_grad = torch.is_grad_enabled() or self._enables_grad
-        if is_grad and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return self._fall_back(Fallback("gradients are needed: the sequential graph runs under autograd"), args)
+    def _planned(self, args: Sequence[Any]) -> Any:
         if self.refusal is not None:
             return self._fall_back(self.refusal, args)
-        sizes = self.read_sizes(args)
-        tags = current_tags()
+        sizes, tags = self.read_sizes(args), current_tags()
         bound = self._bound.get(self._key(sizes, tags))
         if bound is None:
             bound = self._prepare(sizes, tags, args)
         if isinstance(bound, Fallback):
-            if not is_profiling() or bound.error is not None:
-                return self._fall_back(bound, args)
             self._note(bound)
-            bound = self._sequential(sizes)
-        elif self._mutated and not self._aliases_as_captured(args):
-            return self._fall_back(Fallback("inputs share memory that were separate when the graph was captured"), args)
-        elif _serialised.get():
+            if is_profiling() and bound.error is None:
+                bound = self._op_by_op(sizes)
+            elif bound.bound is None:
+                return self._whole(*args)
+            else:
+                bound = bound.bound
+        if _serialised.get():
             bound = self._serial_bound(bound, sizes)
-        return self._run(bound, args)
+        elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
+            padded = self._padding.sizes(sizes)
+            wider = bound if padded == sizes else self._at(padded, tags, args)
+            if wider is None:
+                padded, wider = sizes, bound
+            given = list(args)
+            outputs = self._recordings.replay(wider, given)
+            if outputs is None and self._has_captured_aliases(args) and self._is_bound_aligned(args):
+                outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
+            if outputs is not None:
+                return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
+        if not self._has_captured_aliases(args):
+            return self._fall_back(_ALIASED, args, self.gm.forward)
+        try:
+            aligned = self._aligned(args)
+        except errors.Misaligned as error:
+            return self._fall_back(Fallback(str(error), error), args, self.gm.forward)
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            return self._hand_out(bound, sizes, args, self._issue(bound, aligned))
+
+    def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | None:
+        """The plan for sizes that a call is padded to; None where they cannot be planned."""
+        ready = self._bound.get(self._key(sizes, tags)) or self._prepare(sizes, tags, args)
+        if isinstance(ready, Fallback):
+            self._note(ready)
+            return ready.bound
+        return ready
+
+    def _body(self, bound: Bound) -> PlanBody:
+        if bound not in self._bodies:
+            self._bodies[bound] = PlanBody(self, bound)
+        return self._bodies[bound]
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
@@ -215,7 +338,8 @@ class CapturedGraph:
                 except errors.DynaFlowError as error:
                     if self.settings.strict:
                         raise
-                    bound = Fallback(str(error), error)
+                    is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
+                    bound = Fallback(str(error), error, bound=self._as_one(sizes) if is_plannable else None)
                 except Exception as error:
                     if self.settings.strict:
                         raise
@@ -235,16 +359,18 @@ class CapturedGraph:
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         facts = self.call_facts(args, next(iter(batch_sizes), self.fixed_batch or 1), tags)
         planned = next((p for p in self.plans if p.holds(facts)), None)
+        numbers = dict(zip(self.flow.symbols, sizes))
         if planned is None:
-            planned = self._plan_with_all_ranks(facts)
+            planned = self._plan_with_all_ranks(facts, numbers)
             self.plans.append(planned)
             read = [look.name.removeprefix("tag.") for look in planned.looks if look.name.startswith("tag.")]
             self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
         if planned.binder is None:
-            return Fallback(planned.plan.reason, is_wanted=isinstance(self.settings.strategy, Sequential))
-        bound = planned.binder.bind(dict(zip(self.flow.symbols, sizes)))
+            return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), self._as_one(sizes))
+        bound = planned.binder.bind(numbers)
         verify_memory(self.flow, planned.plan, bound.memory)
         self.settings.count(binds=1)
+        self.settings.note_peak(bound.peak_bytes)
         return bound
 
     def call_facts(self, args: Sequence[Any], batch_size: int, tags: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,8 +385,8 @@ class CapturedGraph:
             facts[group + ALL] = tuple(sorted(name for name in facts if name.startswith(group)))
         return facts
 
-    def plan(self, facts: Mapping[str, Any]) -> Planned:
-        """Run the strategy in this context; synchronise, place and verify what it did."""
+    def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
+        """Run the strategy in this context; synchronise, fuse, place and verify what it did."""
         began = time.perf_counter()
         context = Context(facts)
         planner = run_strategy(
@@ -271,18 +397,45 @@ class CapturedGraph:
         self.settings.count(plans=1)
         if plan.reason:
             return Planned(plan, context.looks, None)
-        plan = finish_plan(self.flow, plan)
         check_shares(plan.streams, self.device)
-        program = self.built.program
-        binder = Binder(plan, Program(program.flow, program.units, program.layouts, planner.functions))
+        binder = self._finish(plan, planner.functions, sizes)
+        plan = binder.plan
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
                  len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
         return Planned(plan, context.looks, binder)
 
-    def _plan_with_all_ranks(self, facts: Mapping[str, Any]) -> Planned:
+    def _finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any]) -> Binder:
+        """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing
+        but views of it is read."""
+        program, flow = replace(self.program, functions=functions), self.flow
+        can_fuse = self.can_fuse if self.compiler is not None else None
+        finished = finish_plan(flow, plan, can_fuse)
+        loose = self._allocated_by_units(finished, program, sizes)
+        return Binder(finish_plan(flow, plan, can_fuse, loose) if loose else finished, program)
+
+    def can_fuse(self, op: Op) -> bool:
+        assert self.compiler is not None
+        # one that must stay between recordings would keep the whole unit there
+        is_between = self._recordings is not None and bool(why_between(op, self.built, self.device))
+        return self.compiler.can_fuse(op.name) and not is_between
+
+    def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
+        if self.settings.runtime.startswith("fake"):
+            return frozenset()  # poisoned memory shows more
+        candidates = can_be_loose(self.flow, plan) & frozenset().union(*(unit.fresh for unit in program.units.values()))
+        if not candidates:
+            return frozenset()
+        try:
+            bound = Binder(plan, program).bind(sizes)
+        except errors.BatchTooSmall:
+            return frozenset()
+        copied = {bound.views[out.view].value for call in bound.calls for out in call.outs if out.how == COPIED and out.scratch is None}
+        return frozenset(copied) & candidates
+
+    def _plan_with_all_ranks(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
         """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
         try:
-            planned = self.plan(facts)
+            planned = self.plan(facts, sizes)
         except errors.DynaFlowError:
             with suppress(errors.RankMismatch):  # the others are told; here the first error is the one to show
                 agree(self.flow, sequential_plan(self.flow, "refused"))
@@ -292,40 +445,84 @@ class CapturedGraph:
 
     def _serial_bound(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:
         with self.settings.lock:
-            if id(bound.plan) not in self._serial:
-                self._serial[id(bound.plan)] = Binder(bound.plan.serialised(), bound.program)
-            return self._serial[id(bound.plan)].bind(dict(zip(self.flow.symbols, sizes)))
+            plan, binder = self._serial.get(id(bound.plan), (None, None))
+            if plan is not bound.plan or binder is None:
+                binder = Binder(bound.plan.serialised(), bound.program)
+                self._serial[id(bound.plan)] = (bound.plan, binder)
+            return binder.bind(dict(zip(self.flow.symbols, sizes)))
 
-    def _sequential(self, sizes: tuple[int, ...]) -> Bound:
+    def _op_by_op(self, sizes: tuple[int, ...]) -> Bound:
         """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""
         plan = finish_plan(self.flow, sequential_plan(self.flow, "profiled"))
         return Binder(plan, self.built.program).bind(dict(zip(self.flow.symbols, sizes)))
 
-    def _run(self, bound: Bound, args: Sequence[Any]) -> Any:
-        settings, built = self.settings, self.built
-        values = {name: args[i] for i, name in self._names}
-        outputs = None
-        with torch.no_grad():
-            if self._recordings is not None and settings.part_context is None and not is_profiling():
-                outputs = self._recordings.run(bound, values, self._issue)
-            if outputs is None:
-                tensors, outputs = bound.tensors(values, poison=settings.runtime.startswith("fake"))
-                self._issue(bound, Run(bound, tensors, self._part_contexts(bound)))
-            settings.count(planned_calls=1, num_launches=bound.num_launches, num_part_launches=bound.num_part_launches)
-            values.update(outputs)
-            epilogue = built.epilogue
-            return epilogue.fn(*[values[a] if isinstance(a, str) else evaluate(a.text, bound.sizes) for a in epilogue.args])
+    def _as_one(self, sizes: tuple[int, ...]) -> Bound | None:
+        """The sequential plan in as few launches as it takes, where that is better than the graph as it was captured."""
+        if self.compiler is None and self._recordings is None:
+            return None
+        numbers = dict(zip(self.flow.symbols, sizes))
+        if self._sequential_binder is None:
+            self._sequential_binder = self._finish(sequential_plan(self.flow, "sequential"), {}, numbers)
+        return self._sequential_binder.bind(numbers)
 
-    def _issue(self, bound: Bound, run: Run) -> None:
+    # -- 3. runs
+
+    def _hand_out(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
+        """The graph's outputs from the plan's: views of them, and of inputs, as the graph has them."""
+        self.settings.count_planned(bound.num_launches, bound.num_part_launches)
+        if self._changed:
+            # compiled code and recordings change tensors behind autograd's back; what was saved for a backward must be seen to be stale
+            torch.autograd.graph.increment_version([args[i] for i in self._changed if not args[i].is_inference()])
+        if self._plain_outputs is not None:
+            return [outputs[i] for i in self._plain_outputs]
+        values = {name: args[i] for i, name in self._names}
+        values.update(zip(self._output_names, outputs))
+        numbers = dict(zip(self.flow.symbols, sizes))
+        epilogue = self.built.epilogue
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            return self._epilogue(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in epilogue.args])
+
+    def _issue(self, bound: Bound, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        values = {name: args[i] for i, name in self._names}
         runtime, _, order = self.settings.runtime.partition(":")
-        if runtime == "fake":
+        is_cuda = self.device.type == "cuda" and runtime not in ("threads", "serial", "fake")
+        is_stepwise = is_profiling() or self.settings.part_context is not None
+        if not is_stepwise and (is_cuda or runtime == "serial" or (runtime != "fake" and not bound.streams)):
+            is_elsewhere = is_cuda and self.device.index not in (None, torch.cuda.current_device())
+            with torch.cuda.device(self.device) if is_elsewhere else _NOTHING:
+                return generated.run(bound, values, streams_for(self.device if is_cuda else None, bound))
+        tensors = bound.tensors(values, poison=runtime == "fake")
+        run = Run(bound, tensors, self._part_contexts(bound))
+        if is_cuda:
+            with torch.cuda.device(self.device):
+                cuda.issue(bound, run, self.device)
+        elif runtime in ("fake", "serial"):
             fake.issue(bound, run, int(order) if order.isdigit() else order or "issue")
-        elif runtime == "serial":
-            fake.issue(bound, run)
-        elif self.device.type == "cuda" and runtime != "threads":
-            cuda.issue(bound, run, self.device)
         else:
             threads.issue(bound, run)
+        return list(bound.results(tensors).values())
+
+    def _is_bound_aligned(self, args: Sequence[Any]) -> bool:
+        """Whether what a recording would bind by address may be read by compiled code where it lies."""
+        if self.compiler is None or self.device.type != "cuda":
+            return True
+        copied = self._padding.slots(self, args, self.read_sizes(args))
+        return not any(args[i].data_ptr() % ALIGNMENT for i, _ in self._names if i not in copied)
+
+    def _aligned(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Compiled code assumes that its inputs are aligned. Views of the caller's may not be."""
+        if self.compiler is None or self.device.type != "cuda":
+            return args
+        odd = [i for i, _ in self._names if args[i].data_ptr() % ALIGNMENT]
+        if not odd:
+            return args
+        changed = [self.flow.value[name].name for i, name in self._names if i in odd and self.flow.value[name].storage in self._mutated]
+        if changed:
+            raise errors.Misaligned(
+                f"{', '.join(changed)} is changed in place, and does not start at a multiple of {ALIGNMENT} bytes.",
+                why="compiled kernels read and write 16 bytes at a time",
+                fix="pass a tensor that is no slice of another, or compiler='eager'")  # fmt: skip
+        return [a.clone() if i in odd else a for i, a in enumerate(args)]
 
     def _part_contexts(self, bound: Bound) -> dict[Part, Any]:
         function = self.settings.part_context
@@ -338,28 +535,28 @@ class CapturedGraph:
                 f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
         return {row.part: manager for row, manager in zip(rows, managers)}
 
-    def _aliases_as_captured(self, args: Sequence[Any]) -> bool:
+    def _has_captured_aliases(self, args: Sequence[Any]) -> bool:
         """No input that the graph changes shares its storage with another one, unless it did so at capture."""
+        if not self._mutated:
+            return True
         owner: dict[int, str] = {}
-        value = self.flow.value
-        for i, name in self._names:
-            if value[name].role == "input" and (pointer := args[i].untyped_storage().data_ptr()):
-                mine = value[name].storage
+        for i, mine in self._inputs:
+            if pointer := args[i].untyped_storage().data_ptr():
                 other = owner.setdefault(pointer, mine)
                 if other != mine and (mine in self._mutated or other in self._mutated):
                     return False
         return True
 
-    # -- 3. fall back
+    # -- 4. fall back
 
-    def _fall_back(self, why: Fallback, args: Sequence[Any]) -> Any:
+    def _fall_back(self, why: Fallback, args: Sequence[Any], whole: Callable[..., Any] | None = None) -> Any:
         self._note(why)
-        return self.gm(*args)
+        return (whole or self._whole)(*args)
 
     def _note(self, why: Fallback) -> None:
         """Say it once, count it; raise it when strict."""
-        if why.is_wanted:
-            return
+        if why.is_wanted or (isinstance(self.settings.strategy, Sequential) and self._recordings is None):
+            return  # nothing was asked for that is not done
         if self.settings.strict:
             raise why.error or errors.FellBack(
                 f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",

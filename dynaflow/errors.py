@@ -99,6 +99,10 @@ class AmbiguousBatch(DynaFlowError):
     """Several dims could be the batch, or arguments disagree on its size."""
 
 
+class Misaligned(DynaFlowError):
+    """A tensor that compiled code would change in place starts where it cannot."""
+
+
 class ContextMismatch(DynaFlowError):
     """A plan was made for another flow or context than the one it is run in."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -14,7 +14,10 @@ from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
 from dynaflow.ongoing import ongoing
 from dynaflow.planner import sequential_plan
+from dynaflow.runtime import generated
+from dynaflow.runtime.program import Bound, Copy
 from dynaflow.settings import read_settings
+from dynaflow.strategies import Sequential
 from dynaflow.verify import verify
 
 
@@ -27,13 +30,27 @@ class Explained:
     verdict: str
     arena_bytes: int
     sequential_bytes: int
-    # op -> bytes copied because a layout keeps the batch from being outermost
-    copies: tuple[tuple[str, int], ...] = ()
+    # who compiles: "eager", "inductor"
+    compiler: str = "eager"
+    # bytes moved on behalf of splitting and merging
+    copies: tuple[Copy, ...] = ()
+    # ops and units that Inductor does not compile, and why
+    eager: tuple[tuple[str, str], ...] = ()
+    # values that stay in the memory in which their ops returned them, with their bytes
+    loose: tuple[tuple[str, int], ...] = ()
+    # arena, outputs, and the most that units allocate beside; None where the graph runs as a whole
+    peak_bytes: int | None = None
+    # where the plan's generated code is
+    path: str = ""
+    # what a recording cannot hold, and why; and which sizes share one. None: nothing is recorded
+    unrecorded: tuple[tuple[str, str], ...] = ()
+    padding: str | None = None
     # ops whose CUDA kernels add in no fixed order, with the aten op that does
     unrepeatable: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        lines = [*self._partition(), "", *self._plan(), "", *self._memory(), f"verify     {self.verdict}"]
+        lines = [*self._partition(), "", *self._plan(), "", *self._units(), *self._memory(), *self._recording()]
+        lines.append(f"verify     {self.verdict}")
         lines.extend(f"           {op}: on CUDA, {call} adds in no fixed order: its bits may vary" for op, call in self.unrepeatable)
         return "\n".join(lines)
 
@@ -66,11 +83,44 @@ class Explained:
             return [f"plan       sequential: {plan.reason}"]
         return [head, plan.grid()]
 
+    def _units(self) -> list[str]:
+        if self.compiler == "eager":
+            lines = ["compiler   eager: ops run as they are"]
+        elif self.peak_bytes is None:
+            lines = ["compiler   inductor: the graph as a whole, as torch.compile would"]
+        else:
+            lines = [f"compiler   inductor: {len(self.plan.launches)} launches" + (", but eagerly:" if self.eager else "")]
+            lines.extend(f"           {name}: {why}" for name, why in self.eager)
+        if self.path:
+            lines.append(f"code       {self.path}")
+        return lines
+
     def _memory(self) -> list[str]:
         ratio = f" ({self.arena_bytes / self.sequential_bytes:.2f}x)" if self.sequential_bytes else ""
-        lines = [f"place      arena {_bytes(self.arena_bytes)}, sequential {_bytes(self.sequential_bytes)}{ratio}"]
-        lines.extend(f"           {name}: {_bytes(n)} copied, its batch is not the outermost dim" for name, n in self.copies)
+        op_by_op = "" if self.compiler == "eager" else " op by op"
+        lines = [f"place      arena {_bytes(self.arena_bytes)}, sequential{op_by_op} {_bytes(self.sequential_bytes)}{ratio}"]
+        if self.peak_bytes is not None:
+            lines.append(f"           peak {_bytes(self.peak_bytes)}: arena, outputs, and the most that launches allocate while they run;"
+                         " without workspaces of libraries and what eager ops allocate inside")  # fmt: skip
+        if self.loose:
+            names = _few([f"{name} {_bytes(n)}" for name, n in self.loose])
+            lines.append(f"           {_bytes(sum(n for _, n in self.loose))} stay where their ops made them: {names}")
+        reasons: dict[str, list[Copy]] = {}
+        for copy in self.copies:
+            reasons.setdefault(copy.reason, []).append(copy)
+        for reason, copies in reasons.items():
+            names = _few([f"{c.value} of {c.launch} {_bytes(c.nbytes)}" for c in copies])
+            lines.append(f"copied     {_bytes(sum(c.nbytes for c in copies))}: {reason}: {names}")
         return lines
+
+    def _recording(self) -> list[str]:
+        if self.padding is None:
+            return []
+        return [f"record     {self.padding}", *(f"           not recorded: {name}: {why}" for name, why in self.unrecorded)]
+
+
+def _few(items: Sequence[str], most: int = 4) -> str:
+    return ", ".join([*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])])
 
 
 @dataclass(frozen=True)
@@ -92,8 +142,11 @@ class Explanation:
         return breaks + "\n\n".join(map(str, self.graphs))
 
 
-# aten ops whose CUDA kernels use atomic additions on floats
-_ATOMIC = ("aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.index_put", "aten.histc", "aten.bincount", "aten.put_")
+# aten ops whose CUDA kernels use atomic additions on floats, or (cuDNN's attention, seen on an H200) do not repeat for other reasons
+_ATOMIC = (
+    "aten.index_add", "aten.scatter_add", "aten.scatter_reduce", "aten.index_put", "aten.histc", "aten.bincount", "aten.put_",
+    "aten._scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 
 
 def _bytes(n: float) -> str:
@@ -107,13 +160,16 @@ def _bytes(n: float) -> str:
 class InspectedGraph(CapturedGraph):
     """Plans on every call, raising a strategy's mistakes; computes with the sequential graph and undoes what that changed."""
 
+    inspects = True
+
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self._ensure_analysed()
         self.settings.graphs.append(self)
         self.explained: list[Explained] = []
 
     def __call__(self, *args: Any) -> Any:
-        self.settings.count(calls=1)
+        self.settings.count_call()
         if (call := ongoing.get()) is not None:
             call.num_graphs += 1
         if self.refusal is not None:
@@ -130,20 +186,33 @@ class InspectedGraph(CapturedGraph):
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
-        planned = self.plan(self.call_facts(args, batch_size, current_tags()))
+        planned = self.plan(self.call_facts(args, batch_size, current_tags()), sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
-        plan = planned.plan if planned.binder is not None else finish_plan(self.flow, planned.plan)
-        if planned.binder is not None:
-            planned.binder.bind(sizes)
-        copies = [
-            (v.name, evaluate(v.nbytes, sizes)) for v in self.flow.values
-            if (layout := self.built.program.layouts.get(v.name)) is not None and layout.expected is not None
-        ]  # fmt: skip
+        bound = planned.binder.bind(sizes) if planned.binder is not None else None
+        is_whole = isinstance(self.settings.strategy, Sequential) and self.settings.runtime != "graph"
+        if bound is None and not is_whole:
+            bound = self._as_one(tuple(sizes[s] for s in self.flow.symbols))
+        plan = finish_plan(self.flow, planned.plan) if bound is None else replace(bound.plan, reason=planned.plan.reason)
         self.explained.append(Explained(
             self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
-            bind_memory(self.flow, reference, sizes).arena_bytes, tuple(copies),
-            tuple((op, call) for op, calls in self.built.calls.items() for call in calls if call.startswith(_ATOMIC)),
+            bind_memory(self.flow, reference, sizes).arena_bytes, "eager" if self.compiler is None else "inductor",
+            unrepeatable=tuple((op, call) for op, calls in self.built.calls.items() for call in calls if call.startswith(_ATOMIC)),
+            **({} if bound is None else self._bound_facts(bound)),
         ))  # fmt: skip
+
+    def _bound_facts(self, bound: Bound) -> dict[str, Any]:
+        """What only sizes tell."""
+        plan, facts = bound.plan, dict[str, Any]()
+        eager: frozenset[int] = frozenset()
+        if self._recordings is not None:
+            body = self._body(bound)
+            eager, labels = body.eager, [call.label for call in bound.calls]
+            facts.update(padding=str(self._padding), unrecorded=tuple((labels[n], why) for n, why in body.reasons.items()))
+        loose = tuple((name, evaluate(self.flow.value[name].nbytes, bound.sizes)) for name in plan.loose)
+        return {
+            "copies": tuple(bound.copies), "eager": tuple(self.compiler.eager.items()) if self.compiler is not None else (),
+            "loose": loose, "peak_bytes": bound.peak_bytes, "path": generated.code_of(bound, eager).path, **facts,
+        }  # fmt: skip
 
 
 def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[InspectedGraph], **options: Any) -> list[Any]:
@@ -164,13 +233,17 @@ def read_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def explain(
-    model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None
-) -> Explanation:
+    model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None,
+    compiler: str = "auto", runtime: str = "auto", buckets: str | Sequence[int] | None = None,
+) -> Explanation:  # fmt: skip
     """The partition, what each op reads, writes and mutates, what cannot be split and why, the plan, its waits, its memory against
-    the sequential plan's, and the verifier's verdict. Mistakes of the strategy are raised. The model's Python code runs once, on the
-    given inputs; tensors that it changes (inputs, parameters, buffers) and the random state are put back.
+    the sequential plan's, what is copied, what is not compiled or not recorded and why, and the verifier's verdict. Mistakes of the
+    strategy are raised. The model's Python code runs once, on the given inputs; tensors that it changes (inputs, parameters, buffers)
+    and the random state are put back.
 
-    `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments.
+    `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `runtime` and `buckets` are df.compile's:
+    what Inductor compiles is compiled for this, and kept for df.compile.
     """
-    graphs = inspected(model, read_inputs(inputs), InspectedGraph, strategy=strategy, partition=partition, batch=batch)
+    graphs = inspected(model, read_inputs(inputs), InspectedGraph, strategy=strategy, partition=partition, batch=batch,
+                       compiler=compiler, runtime=runtime, buckets=buckets)  # fmt: skip
     return Explanation(tuple(e for g in graphs for e in g.explained))

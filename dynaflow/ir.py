@@ -245,7 +245,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One op on one part on a stream; or one function in the place of several (`replace`)."""
+    """One op on one part on a stream; or several as one unit: fused (one part, run in the order of `calls`), or one function in the
+    place of several (`replace`, over any parts)."""
 
     calls: tuple[tuple[str, Part], ...]
     stream: str
@@ -255,9 +256,17 @@ class Launch:
     where: str = field(default="", compare=False)
 
     @property
+    def is_group(self) -> bool:
+        """Whether several calls run as one: what is made and used inside alone then needs no memory of the plan's."""
+        return len(self.calls) > 1 or bool(self.replace)
+
+    @property
     def label(self) -> str:
-        names = [f"{op} {part}".rstrip() for op, part in self.calls]
-        return names[0] if not self.replace else f"{self.replace}[{', '.join(names)}]"
+        """For people: `attn 0/2`; fused ops by the first and the last of them, `attn..mlp 0/2`; `pkg.fn[ar 0/2, norm 0/2]`."""
+        if self.replace:
+            return f"{self.replace}[{', '.join(f'{op} {part}'.rstrip() for op, part in self.calls)}]"
+        (first, part), (last, _) = self.calls[0], self.calls[-1]
+        return f"{first if len(self.calls) == 1 else f'{first}..{last}'} {part}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +294,8 @@ class Plan:
     steps: tuple[Step, ...]
     # (value, slot): values of one slot share memory, one after the other; values without a slot do not live in the arena
     slots: tuple[tuple[str, int], ...] = ()
+    # values without a slot that leave their launch: each stays in the memory in which its op returned it
+    loose: tuple[str, ...] = field(default=(), kw_only=True)
     # what the strategy read from its context: ("batch_size >= 64",)
     context: tuple[str, ...] = ()
     # why this plan is sequential; empty when a strategy made it
@@ -305,7 +316,7 @@ class Plan:
         return tuple(part for part in seen if not part.is_whole)
 
     def serialised(self) -> Plan:
-        """The same launches, parts and replacements on the caller's stream: the reference for bit-equality."""
+        """The same launches (fused ones too), parts and replacements on the caller's stream: the reference for bit-equality."""
         steps = tuple(replace(s, stream=CALLER) for s in self.launches)
         return replace(self, streams=(), steps=steps)
 
@@ -367,6 +378,11 @@ def tiles(parts: Iterable[Part]) -> bool:
             return False
         at = (part.hi, part.of)
     return at[0] == at[1]
+
+
+def overlap(a: Part, b: Part) -> bool:
+    """Whether two parts have rows in common."""
+    return a.lo * b.of < b.hi * a.of and b.lo * a.of < a.hi * b.of
 
 
 def covers(parts: Iterable[Part], part: Part) -> bool:

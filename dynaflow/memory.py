@@ -7,14 +7,18 @@ value, and slots never overlap. Parts of one value are adjacent rows of its one 
 1. Per value: where it is born (the clocks of its writers) and its last access per stream.
 2. In order of birth, give each value a slot whose last value is dead by then: one of the same size first, then the smallest
    larger one, then the largest smaller one (which grows), else a new one.
+
+Two kinds of values have no slot: internal ones, which never leave their launch, and loose ones, which stay in the memory in which
+their op returned them (`can_be_loose`); when that memory may be given back is `drop_points`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Mapping
 
-from dynaflow.ir import Flow, Launch, Part, Plan, covers, evaluate
+from dynaflow.ir import WHOLE, Flow, Launch, Part, Plan, covers, evaluate, overlap
 from dynaflow.sync import clocks
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
@@ -23,11 +27,13 @@ ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
 _NOMINAL_BATCH, _NOMINAL_SIZE = 64, 128
 
 
-def place(flow: Flow, plan: Plan) -> Plan:
+def place(flow: Flow, plan: Plan, loose: frozenset[str] = frozenset()) -> Plan:
+    """`loose`: values that their op allocates; those that may be loose get no slot, the others are as all."""
     stream_index, table = clocks(plan)
     num_streams = len(stream_index)
     nominal = {s: _NOMINAL_BATCH if s in flow.batch else _NOMINAL_SIZE for s in flow.symbols}
     temps, op_index, hidden = flow.temps, flow.index, internal_values(flow, plan)
+    loose = loose & can_be_loose(flow, plan) if loose else loose
 
     # 1. lifetimes
     born: dict[str, list[int]] = {}
@@ -54,6 +60,8 @@ def place(flow: Flow, plan: Plan) -> Plan:
     size_cache: dict[str, int] = {}
     num_slots = 0
     for value, birth in born.items():
+        if value in loose:
+            continue
         expression = flow.value[value].nbytes
         size = size_cache.get(expression)
         if size is None:
@@ -71,7 +79,7 @@ def place(flow: Flow, plan: Plan) -> Plan:
         slot_of[value] = found
         free.setdefault(size, []).append((found, last[value]))
     slots = sorted(slot_of.items(), key=lambda item: item[1])
-    return replace(plan, slots=tuple(slots))
+    return replace(plan, slots=tuple(slots), loose=tuple(value for value in born if value in loose))
 
 
 def _take(free: dict[int, list[tuple[int, list[int]]]], size: int, birth: list[int]) -> int | None:
@@ -88,30 +96,30 @@ def _take(free: dict[int, list[tuple[int, list[int]]]], size: int, birth: list[i
 
 
 def internal_values(flow: Flow, plan: Plan) -> set[str]:
-    """Values that live and die inside one replacement: no memory is planned for them.
+    """Values that live and die inside one launch, fused or a replacement: no memory is planned for them.
 
-    A value is internal when every launch that touches it is a replacement that holds both its writer and all its readers.
+    A value is internal when every launch that touches it is a group that holds both its writer and all its readers.
     """
-    if not any(launch.replace for launch in plan.launches):
+    launches = plan.launches
+    if not any(launch.is_group for launch in launches):
         return set()
     touched_by: dict[str, set[int]] = {}
-    for number, launch in enumerate(plan.launches):
+    for number, launch in enumerate(launches):
         for name, _ in launch.calls:
             op = flow.op(name)
             for value in (*op.reads, *op.writes, *op.mutates):
                 touched_by.setdefault(value, set()).add(number)
-    launches = plan.launches
     made = {v for op in flow.ops for v in op.writes if flow.value[v].role == "temp"}
     internal = set()
     for value in made:
         numbers = touched_by.get(value, set())
-        if numbers and all(launches[n].replace and _is_closed(flow, launches[n], value) for n in numbers):
+        if numbers and all(launches[n].is_group and _is_closed(flow, launches[n], value) for n in numbers):
             internal.add(value)
     return internal
 
 
 def _is_closed(flow: Flow, launch: Launch, value: str) -> bool:
-    """Whether a replacement makes every row of `value` that it reads."""
+    """Whether a group makes every row of `value` that it reads."""
     makes: list[Part] = []
     for name, part in launch.calls:
         op = flow.op(name)
@@ -120,6 +128,92 @@ def _is_closed(flow: Flow, launch: Launch, value: str) -> bool:
         if value in op.writes:
             makes.append(part)
     return bool(makes)
+
+
+# ---------------------------------------------------------------------------- loose values
+
+
+def can_be_loose(flow: Flow, plan: Plan) -> frozenset[str]:
+    """Values that need no slot if their op allocates them: every read finds its rows in what one launch wrote.
+
+    Temporaries with a storage of their own, never changed in place, that leave their launch. A value without rows has one writer.
+    What a replacement makes is not among them: a user's function may return memory that is not its own.
+    """
+    num_views = Counter(v.storage for v in flow.values)
+    changed = {v for op in flow.ops for v in op.mutates}
+    hidden = internal_values(flow, plan)
+    found = {
+        v.name for v in flow.values
+        if v.role == "temp" and num_views[v.storage] == 1 and v.name not in changed and v.name not in hidden
+    }  # fmt: skip
+    written: dict[str, list[Part]] = {}
+    launches = plan.launches
+    for launch in launches:
+        for name, part in launch.calls:
+            for value in flow.op(name).writes:
+                written.setdefault(value, []).append(part)
+                if launch.replace or (flow.value[value].axis is None and len(written[value]) > 1):
+                    found.discard(value)
+    for launch in launches:
+        for name, part in launch.calls:
+            for value in flow.op(name).reads:
+                if value in found and flow.value[value].axis is not None and not any(covers((w,), part) for w in written.get(value, ())):
+                    found.discard(value)
+    return frozenset(found & written.keys())
+
+
+def loose_values(flow: Flow, plan: Plan) -> frozenset[str]:
+    """Temporaries that have no slot and leave their launch: in a plan that verifies, those that it lists as loose."""
+    placed = {value for value, _ in plan.slots} | internal_values(flow, plan)
+    return frozenset(v.name for v in flow.values if v.role == "temp" and v.name not in placed)
+
+
+def drop_points(flow: Flow, plan: Plan) -> tuple[tuple[tuple[str, Part], ...], ...]:
+    """Per launch in host order, and once more for the end: the loose tensors, as (value, part that was written), that the host may
+    drop right before it issues that launch.
+
+    Contract: a tensor lies in memory of its writer's stream W. The allocator is ordered by streams: from the moment at which the
+    host drops the tensor, its memory may go to any later launch on W, and to no other stream's. So at a drop every access is issued,
+    and every access happens before whatever is launched on W from then on. Nothing needs `record_stream`.
+
+    1. Accesses: the launch that wrote the tensor, and all that read rows of it.
+    2. All of them on W: the stream itself orders them. It is dropped right behind the last one.
+    3. Otherwise right before the first launch on W behind the last access, in host order, that is known to come after all of them.
+    4. Where there is none: at the end, when the caller's stream, and with it whatever is launched next, comes after all streams.
+    """
+    stream_of, position_of, before = zip(*table) if (table := clocks(plan)[1]) else ((), (), ())
+    # 1. value -> its tensors, as (rows, accesses: the writer first)
+    tensors: dict[str, list[tuple[Part, list[int]]]] = {value: [] for value in plan.loose}
+    launches = plan.launches
+    for is_write in (True, False):
+        for number, launch in enumerate(launches):
+            for name, part in launch.calls:
+                op = flow.op(name)
+                for value in op.writes if is_write else op.reads:
+                    if value not in tensors:
+                        continue
+                    rows = part if flow.value[value].axis is not None else WHOLE
+                    if is_write:
+                        tensors[value].append((rows, [number]))
+                    else:
+                        for written, numbers in tensors[value]:
+                            if overlap(written, rows):
+                                numbers.append(number)
+
+    points: list[list[tuple[str, Part]]] = [[] for _ in range(len(launches) + 1)]
+    for value, written, numbers in ((value, *tensor) for value, made in tensors.items() for tensor in made):
+        w, at = stream_of[numbers[0]], max(numbers) + 1
+        # 2. and 3.
+        if any(stream_of[n] != w for n in numbers):
+            while at < len(launches) and not (
+                stream_of[at] == w and all(before[at][stream_of[n]] > position_of[n] for n in numbers)
+            ):  # fmt: skip
+                at += 1
+        points[at].append((value, written))
+    return tuple(tuple(dropped) for dropped in points)
+
+
+# ---------------------------------------------------------------------------- sizes
 
 
 @dataclass(frozen=True, slots=True)

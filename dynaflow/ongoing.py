@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from contextvars import ContextVar
 from typing import Any, Callable
 
 import torch
 
+Find = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[torch.Tensor, int]]]
+# what torch 2.13 sets beside its marks, and guards
+_MARKED = "_has_dynamo_dim_marking"
+
 
 class Ongoing:
     """A call of what df.compile returned, as far as a capture inside of it must know: which tensors carry the batch, and where."""
 
-    def __init__(self, find: Callable[[], list[tuple[torch.Tensor, int]]], is_static: bool = False):
-        self._find: Callable[[], list[tuple[torch.Tensor, int]]] | None = find
+    __slots__ = ("_find", "_args", "_kwargs", "_dims", "_marked", "is_static", "watches_hooks", "cuts_batch", "num_graphs")
+
+    def __init__(
+        self, find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], is_static: bool = False, watches_hooks: bool = False,
+        cuts_batch: Callable[[], bool] = bool,
+    ):  # fmt: skip
+        self._find: Find | None = find
+        self._args, self._kwargs = args, kwargs
         self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._marked: list[tuple[Any, str, int]] = []
+        self._marked: list[Callable[[], Any]] = []
         # captures of this call take the batch as it is: for a batch of 1 that the model broadcasts
         self.is_static = is_static
+        # hooks are seen without Dynamo's guards
+        self.watches_hooks = watches_hooks
+        # whether a capture now is one whose batch may be cut: then one capture should serve all batch sizes
+        self.cuts_batch = cuts_batch
         # captured graphs that ran in this call
         self.num_graphs = 0
 
@@ -26,7 +41,7 @@ class Ongoing:
 
     def find(self) -> None:
         if self._find is not None:
-            found, self._find = self._find(), None
+            found, self._find, self._args, self._kwargs = self._find(self._args, self._kwargs), None, (), {}
             for tensor, dim in found:
                 self.add(tensor, dim)
 
@@ -44,19 +59,21 @@ class Ongoing:
 
     def _mark(self, tensor: Any, name: str, dim: int) -> None:
         """What maybe_mark_dynamic and mark_static do; the latter does nothing once Dynamo has begun to capture, as it has here."""
-        marks = tensor.__dict__.setdefault(name, set())
-        if dim not in marks:
-            marks.add(dim)
-            tensor._has_dynamo_dim_marking = True
-            self._marked.append((tensor, name, dim))
+        attributes = tensor.__dict__
+        if name not in attributes:
+            attributes[name] = set()
+            self._marked.append(functools.partial(attributes.pop, name, None))
+        if dim not in attributes[name]:
+            attributes[name].add(dim)
+            self._marked.append(functools.partial(attributes[name].discard, dim))
+        if _MARKED not in attributes:
+            attributes[_MARKED] = True
+            self._marked.append(functools.partial(attributes.pop, _MARKED, None))
 
     def unmark(self) -> None:
         """The tensors are the caller's: what else captures them must not see our marks."""
         while self._marked:
-            tensor, name, dim = self._marked.pop()
-            tensor.__dict__[name].discard(dim)
-            if not tensor.__dict__[name]:
-                del tensor.__dict__[name]
+            self._marked.pop()()
 
     def has_one_row(self) -> bool:
         self.find()

@@ -9,6 +9,7 @@ groups one after the other is running the graph. Views and sizes belong to no gr
 3. What must not be in the same op as its neighbours moves out: a change of state without batch axis happens once, behind its
    group; nodes that mix the batch and nodes that do not depend on it are parted from those that can be split.
 4. auto: a group that only continues its predecessor joins it.
+5. A group is recordable unless a rule or mark around one of its nodes says otherwise, one that did not get the node included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Iterable, Sequence
 import torch
 from torch import fx
 
-from dynaflow.annotate import MARK, Rule, SplitFunc, SplitModule
+from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule
 from dynaflow.batching import Facts
 from dynaflow.errors import OptionError, PartitionError
 from dynaflow.sources import Sources, clean_name
@@ -45,6 +46,8 @@ class Group:
     # "rule": the user said so and it stays whole; "auto" and "rest" may be cut further; "shared", "state" were moved out
     origin: str = "rest"
     is_anchor: bool = False
+    # False: it is never part of a CUDA Graph
+    recordable: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,6 +68,8 @@ def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequ
     groups = _part_shared(groups, facts, sources)
     if is_auto:
         groups = _join_chains(groups, sources)
+    for group in groups:
+        group.recordable = not any(_is_unrecordable(node, facts, rules) for node in group.nodes)
     _name(groups)
     return groups
 
@@ -328,6 +333,17 @@ def _continues(before: Group, group: Group, sources: Sources, users: dict[fx.Nod
             if root not in own and root not in inside and not sources.is_parameter(root):
                 return False
     return all(user in own or user in inside for node in before.nodes for user in users.get(node, ()))
+
+
+# -- 5. recordings
+
+
+def _is_unrecordable(node: fx.Node, facts: Facts, rules: list[Rule]) -> bool:
+    if UNRECORDABLE in (node.meta.get("custom") or {}):
+        return True
+    against = [r for r in rules if not r.recordable]
+    is_called = any(isinstance(r, SplitFunc) and _calls(node, facts.nodes[node].calls, r.function) for r in against)
+    return is_called or bool(against and _module_rules(module_path(node), against))
 
 
 def _name(groups: Iterable[Group]) -> None:

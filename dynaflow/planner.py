@@ -11,9 +11,11 @@ memory are not decided here (`sync.py`, `memory.py`). The planner never looks at
 
 from __future__ import annotations
 
+import re
 import sys
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from math import lcm
 from types import FrameType
@@ -31,11 +33,11 @@ MAX_IDLE_LOOKS = 10_000
 class ReadyOp:
     """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not)."""
 
-    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "cost_us")
+    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost_us")
 
-    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, cost_us: float | None):
+    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost_us: float | None):
         self._planner, self._item, self.op, self.part = planner, item, op, part
-        self.name, self.kind, self.depth, self.cost_us = op.name, op.kind, depth, cost_us
+        self.name, self.kind, self.depth, self.height, self.cost_us = op.name, op.kind, depth, height, cost_us
 
     @property
     def users(self) -> list[ReadyOp]:
@@ -144,6 +146,9 @@ class Planner:
         depth = [0] * len(flow.ops)
         for before, after, _ in sorted(flow.edges, key=lambda e: e.after):
             depth[after] = max(depth[after], depth[before] + 1)
+        height = [0] * len(flow.ops)
+        for before, after, _ in sorted(flow.edges, key=lambda e: -e.before):
+            height[before] = max(height[before], height[after] + 1)
         self._first_item: dict[str, int] = {}
         parts_of = []
         for i, op in enumerate(flow.ops):
@@ -151,7 +156,7 @@ class Planner:
             parts = self._parts_for(op)
             parts_of.append((len(handles), parts))
             for part in parts:
-                handles.append(ReadyOp(self, len(handles), op, part, depth[i], self._costs_us.get(op.name)))
+                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], self._costs_us.get(op.name)))
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))
@@ -200,7 +205,7 @@ class Planner:
             raise errors.UnknownOp("flow.execute got an empty list.", where=where, fix="pass at least one ready op")
         if replace is not None:
             calls = tuple((item.name, item.part) for item in group)
-            name = self._function(replace, where)
+            name = self._function(replace)
             if self._check_replacement is not None:
                 self._check_replacement(replace, calls, where)
             for item in group:
@@ -330,14 +335,14 @@ class Planner:
         self._streams[name] = new
         return name
 
-    def _function(self, function: Callable[..., Any], where: str) -> str:
-        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        name = name.replace("<locals>.", "").replace("<", "").replace(">", "")
-        if self.functions.setdefault(name, function) != function:
-            raise errors.ReplacementMismatch(
-                f"two different replacement functions are both named {name}.", where=where,
-                why="a plan names functions by their qualified name", fix="give them different names")  # fmt: skip
-        return name
+    def _function(self, function: Callable[..., Any]) -> str:
+        """The function's qualified name; with a number where the plan has others of that name, in order of their first use."""
+        name, number = _qualified_name(function), 0
+        free = name
+        while self.functions.setdefault(free, function) != function:
+            number += 1
+            free = f"{name}.{number}"
+        return free
 
     def _not_ready(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> errors.StrategyError:
         if self._done[item._item]:
@@ -365,6 +370,20 @@ class Planner:
         if text is None:
             text = self._lines[key] = f"{key[0]}:{key[1]}"
         return text
+
+
+def _qualified_name(function: Any) -> str:
+    """`strategies.mine.fused`; of a functools.partial `strategies.mine.scale(2;by=3)`. The same in every process."""
+    if isinstance(function, partial):
+        given = [*map(_value_name, function.args), *(f"{key}={_value_name(value)}" for key, value in function.keywords.items())]
+        return f"{_qualified_name(function.func)}({';'.join(given)})"
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return name.replace("<locals>.", "").replace("<", "").replace(">", "")
+
+
+def _value_name(value: Any) -> str:
+    text = str(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
+    return re.sub(r"[\s@,\[\]#;()<>]", "_", text)[:40]
 
 
 def sequential_plan(flow: Flow, reason: str, context: tuple[str, ...] = ()) -> Plan:

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from dynaflow.errors import ReplacementMismatch
 from dynaflow.ir import Flow, Launch, Part
-from dynaflow.runtime.program import external_values
+from dynaflow.runtime.binder import external_values
 
 
 def check_replacement(

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
+import torch
+
 from dynaflow import strategies
 from dynaflow.annotate import Rule
 from dynaflow.errors import OptionError
+from dynaflow.runtime.graphs import Pool
 from dynaflow.strategy import Strategy
 
 _NAMED: dict[str, type[Strategy]] = {
     "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch,
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
+COMPILERS = ("auto", "inductor", "eager")
 RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass
@@ -37,6 +48,8 @@ class Stats:
     # launches issued, and those of them that ran on a part of the batch
     num_launches: int = 0
     num_part_launches: int = 0
+    # the most that a plan that was bound is planned to hold, beside parameters and inputs
+    peak_bytes: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -52,6 +65,9 @@ class Settings:
     batch: int | Mapping[str, int] | None = None
     strict: bool = False
     runtime: str = "auto"
+    compiler: str = "auto"
+    buckets: str | Sequence[int] | None = None
+    borrow: bool = False
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
@@ -60,12 +76,37 @@ class Settings:
     # graphs of df.explain and df.check, in order of capture
     graphs: list[Any] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    # memory that all recordings share
+    pool: Pool = field(default_factory=Pool)
+
+    def wants_inductor(self, device: torch.device) -> bool:
+        return self.compiler == "inductor" or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def count(self, **amounts: int) -> None:
         with _counting:
             for stats in (self.stats, TOTAL):
                 for name, amount in amounts.items():
                     setattr(stats, name, getattr(stats, name) + amount)
+
+    def note_peak(self, peak_bytes: int) -> None:
+        with _counting:
+            for stats in (self.stats, TOTAL):
+                stats.peak_bytes = max(stats.peak_bytes, peak_bytes)
+
+    def count_call(self) -> None:
+        with _counting:  # spelt out: this is on the path of every call
+            self.stats.calls += 1
+            TOTAL.calls += 1
+
+    def count_planned(self, num_launches: int, num_part_launches: int) -> None:
+        mine, total = self.stats, TOTAL
+        with _counting:
+            mine.planned_calls += 1
+            total.planned_calls += 1
+            mine.num_launches += num_launches
+            total.num_launches += num_launches
+            mine.num_part_launches += num_part_launches
+            total.num_part_launches += num_part_launches
 
     def count_fallback(self, reason: str) -> bool:
         """Returns whether it is the first of its kind."""
@@ -76,7 +117,7 @@ class Settings:
 
     def fresh(self) -> Settings:
         """The same wishes for another model."""
-        return replace(self, stats=Stats(), graphs=[], lock=threading.RLock())
+        return replace(self, stats=Stats(), graphs=[], lock=threading.RLock(), pool=Pool())
 
 
 def read_strategy(strategy: Any) -> Strategy:
@@ -96,15 +137,28 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "part_context", "name"}
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "part_context", "name"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
     options["strategy"] = read_strategy(options.get("strategy"))
     settings = Settings(**options)
-    if settings.runtime.partition(":")[0] not in RUNTIMES:
+    if not isinstance(settings.runtime, str) or settings.runtime.partition(":")[0] not in RUNTIMES:
         raise OptionError(
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
+    if settings.compiler not in COMPILERS:
+        raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
+    buckets = settings.buckets
+    if buckets is not None and settings.runtime != "graph":
+        raise OptionError("buckets= is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")
+    is_list = isinstance(buckets, Sequence) and not isinstance(buckets, str) and all(type(n) is int and n > 0 for n in buckets)
+    if buckets not in (None, "powers") and not (is_list and buckets):
+        raise OptionError(f"buckets={buckets!r} names no batch sizes.", fix="give 'powers' (of two) or a list of batch sizes")
+    if type(settings.borrow) is not bool:
+        raise OptionError(
+            f"borrow={settings.borrow!r} is neither True nor False.", fix="borrow=True, where outputs are used before the next call")
+    if settings.borrow and settings.runtime != "graph":
+        raise OptionError("borrow=True is about recordings.", why="without them outputs are the caller's", fix="add runtime='graph'")
     dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
     if not all(type(d) is int and d >= 0 for d in dims):
         raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")

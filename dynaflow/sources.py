@@ -170,17 +170,27 @@ class Sources:
 
     def unsplittable(self, node: fx.Node) -> str:
         """Why a node cannot run on a part: for its own reason, or because a view that it would make anew mixes the batch (`x[0]`)."""
-        return self._unsplittable(node, set())
+        seen: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if reason := self.facts.nodes[node].unsplittable:
+                return reason
+            for arg in reversed(node.all_input_nodes):
+                while arg in self.alias:
+                    arg = self.alias[arg]
+                if self.kind[arg] in ("view", "project"):
+                    stack.append(arg)
+        return ""
 
-    def _unsplittable(self, node: fx.Node, seen: set[fx.Node]) -> str:
-        reason = self.facts.nodes[node].unsplittable
-        for arg in node.all_input_nodes:
-            while arg in self.alias:
-                arg = self.alias[arg]
-            if not reason and arg not in seen and self.kind[arg] in ("view", "project"):
-                seen.add(arg)
-                reason = self._unsplittable(arg, seen)
-        return reason
+    def is_fresh(self, node: fx.Node) -> bool:
+        """Whether what a node returns is sure to be memory of its own. `contiguous`, `reshape` and `to` copy only if they must."""
+        calls = set(self.facts.nodes[node].calls)
+        copies = {"aten.clone.default", "aten._to_copy.default"} & calls
+        return bool(calls) and (not copies or node.target in ("clone", torch.clone))
 
     def may_alias(self, node: fx.Node) -> bool:
         """Whether a node copies only if it must (contiguous, reshape, to), and its copy or what it copied is changed in place later."""
@@ -235,7 +245,9 @@ def expression(size: Any) -> str:
     """A size as Python text over the graph's symbols."""
     if isinstance(size, (int, float)):
         return str(size)
-    text = _PRINTER.doprint(sympy.sympify(size.node.expr)).replace("torch._sym_sqrt", "sqrt").replace("math.sqrt", "sqrt")
+    text = _PRINTER.doprint(sympy.sympify(size.node.expr))
+    for theirs, ours in (("torch._sym_sqrt", "sqrt"), ("math.sqrt", "sqrt"), ("torch.sym_float", "float")):
+        text = text.replace(theirs, ours)
     names = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text)) - {str(s) for s in size.node.expr.free_symbols}
     if not _ALLOWED.fullmatch(text) or names - set(SIZE_FUNCTIONS):
         raise Unplannable(f"a size cannot be computed ahead of the call: {text}.", why="it is not an expression over input sizes")

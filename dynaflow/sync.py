@@ -125,7 +125,10 @@ class segments(dict[Part, range]):
 
 
 def clocks(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, list[int]]]]:
-    """Per launch: its stream's index, its position there, and what was finished before it. Assumes waits follow records."""
+    """Per launch: its stream's index, its position there, and what was finished before it.
+
+    A wait for an event that is not recorded yet passes, as CUDA has it.
+    """
     stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
     num_streams = len(stream_index)
     clock = [[0] * num_streams for _ in range(num_streams)]
@@ -142,7 +145,7 @@ def clocks(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, list[int]]]
                 mine[s] += 1
             events[step.event] = mine[:]
         else:
-            for u, known in enumerate(events[step.event]):
+            for u, known in enumerate(events.get(step.event, ())):
                 if known > mine[u]:
                     mine[u] = known
     return stream_index, table

@@ -5,12 +5,14 @@
     stream compute
     stream comm priority=-1 sms=16
     slot 0 layers.0.attn:0 layers.1.attn:0
+    loose layers.0.mlp:0
     record start @caller
     wait start @compute
     launch layers.0.attn 0/2 @compute
     record e0 @compute
     wait e0 @comm
     launch mypkg.fused[layers.0.ar 0/2, layers.0.norm 0/2] @comm
+    launch [layers.0.mlp, layers.1.norm] 0/2 @compute
     wait e7 @caller
 """
 
@@ -44,11 +46,22 @@ def _lines(plan: Plan) -> Iterator[str]:
         members.setdefault(slot, []).append(value)
     for slot, values in members.items():
         yield f"slot {slot} {' '.join(values)}"
+    if plan.loose:
+        yield f"loose {' '.join(plan.loose)}"
     for step in plan.steps:
         if isinstance(step, Launch):
-            yield f"launch {step.label} @{step.stream}"
+            yield f"launch {launch_text(step)} @{step.stream}"
         else:
             yield f"{'record' if type(step) is Record else 'wait'} {step.event} @{step.stream}"
+
+
+def launch_text(launch: Launch) -> str:
+    """`attn 0/2`; fused `[attn, mlp] 0/2`; `pkg.fn[ar 0/2, norm 1/2]`. Unlike the label it names every call."""
+    parts = {part for _, part in launch.calls}
+    if launch.replace or len(parts) != 1:
+        return f"{launch.replace}[{', '.join(f'{op} {part}'.rstrip() for op, part in launch.calls)}]"
+    names = ", ".join(op for op, _ in launch.calls)
+    return f"{names if len(launch.calls) == 1 else f'[{names}]'} {parts.pop()}".rstrip()
 
 
 class _Cursor:
@@ -107,13 +120,14 @@ def parse_plan(source: str) -> Plan:
     context: list[str] = []
     streams: list[Stream] = []
     slots: dict[str, int] = {}
+    loose: list[str] = []
     steps: list[Launch | Record | Wait] = []
     for number, raw in enumerate(source.splitlines(), 1):
         line = raw.split("#", 1)[0].rstrip()
         if not line.strip():
             continue
         cursor = _Cursor(line, number)
-        word = cursor.name("a line that begins with plan, context, stream, slot, launch, record or wait")
+        word = cursor.name("a line that begins with plan, context, stream, slot, loose, launch, record or wait")
         if word == "plan" and flow is None:
             flow = cursor.name("the flow's label")
         elif flow is None:
@@ -130,6 +144,10 @@ def parse_plan(source: str) -> Plan:
             slots[cursor.name("a value")] = slot
             while cursor.at < len(line):
                 slots[cursor.name("a value")] = slot
+        elif word == "loose":
+            loose.append(cursor.name("a value"))
+            while cursor.at < len(line):
+                loose.append(cursor.name("a value"))
         elif word == "launch":
             steps.append(_launch(cursor))
         elif word in ("record", "wait"):
@@ -137,12 +155,12 @@ def parse_plan(source: str) -> Plan:
             steps.append((Record if word == "record" else Wait)(event, cursor.stream()))
         else:
             cursor.at = 0
-            raise cursor.fail("plan (once), sequential, context, stream, slot, launch, record or wait")
+            raise cursor.fail("plan (once), sequential, context, stream, slot, loose, launch, record or wait")
         cursor.end()
     if flow is None:
         raise PlanSyntaxError("the plan is empty", line=1, column=1, expected="'plan <flow>' as the first line")
     ordered = tuple(sorted(slots.items(), key=lambda item: item[1]))
-    return Plan(flow, tuple(streams), tuple(steps), ordered, tuple(context), reason)
+    return Plan(flow, tuple(streams), tuple(steps), ordered, tuple(context), reason, loose=tuple(loose))
 
 
 def _stream(cursor: _Cursor) -> Stream:
@@ -157,8 +175,9 @@ def _stream(cursor: _Cursor) -> Stream:
 
 
 def _launch(cursor: _Cursor) -> Launch:
-    name = cursor.name("an op or a function")
-    if not cursor.accept("["):
+    is_fused = cursor.accept("[")
+    name = "" if is_fused else cursor.name("an op, a function or '['")
+    if not is_fused and not cursor.accept("["):
         part = _part(cursor)
         return Launch(((name, part),), cursor.stream())
     calls = []
@@ -166,9 +185,17 @@ def _launch(cursor: _Cursor) -> Launch:
         op = cursor.name("an op")
         calls.append((op, _part(cursor)))
         if cursor.accept("]"):
-            return Launch(tuple(calls), cursor.stream(), replace=name)
+            break
         if not cursor.accept(","):
             raise cursor.fail("',' or ']'")
+    cursor.skip_space()
+    at, part = cursor.at, _part(cursor)
+    if cursor.at > at:  # one part for all
+        if not is_fused or any(own != WHOLE for _, own in calls):
+            cursor.at = at
+            raise cursor.fail("'@stream'")
+        calls = [(op, part) for op, _ in calls]
+    return Launch(tuple(calls), cursor.stream(), replace=name)
 
 
 def _part(cursor: _Cursor) -> Part:

@@ -50,6 +50,8 @@ class Built:
     calls: dict[str, tuple[str, ...]]
     # with one row, a copy that is changed in place later would be a view
     may_alias: bool
+    # ops that the partition says recordable=False of
+    unrecordable: frozenset[str]
 
 
 class _UnitGraph:
@@ -80,10 +82,24 @@ class _UnitGraph:
         self._open = brackets
 
     def load(self, node: fx.Node) -> Any:
-        """The node's result, as something that this graph can use."""
-        if node not in self.env:
-            self.env[node] = self._load(node)
+        """The node's result, as something that this graph can use. Not recursive: chains of views may be long."""
+        stack = [node] if node not in self.env else []
+        while stack:
+            missing = [arg for arg in self._needs(stack[-1]) if arg not in self.env]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                last = stack.pop()
+                if last not in self.env:
+                    self.env[last] = self._load(last)
         return self.env[node]
+
+    def _needs(self, node: fx.Node) -> list[fx.Node]:
+        """What must be loaded before the node."""
+        kind = self.sources.kind[node]
+        if kind in ("project", "view", "constant"):
+            return node.all_input_nodes
+        return [self.sources.alias[node]] if node in self.sources.alias and kind != "size" else []
 
     def _load(self, node: fx.Node) -> Any:
         sources = self.sources
@@ -186,7 +202,8 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         ops.append(_op(group, unit, made[group.name], facts, sources, values, names))
         exported = [unit.export(key) for key in made[group.name]]
         fn = unit.finish(gm, exported, group.name)
-        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]))
+        fresh = frozenset(names[k] for k in made[group.name] if sources.is_fresh(k[0]))
+        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]), fresh, (group.name,))
     epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
     records = [values.record(key) for key in names]
     outputs = tuple(names[key] for key in epilogue.values)
@@ -207,6 +224,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         {name: sources.fake(key) for key, name in names.items()},
         {group.name: tuple(dict.fromkeys(c for n in group.nodes for c in facts.nodes[n].calls)) for group in groups},
         any(sources.may_alias(n) for group in groups for n in group.nodes),
+        frozenset(group.name for group in groups if not group.recordable),
     )
 
 
@@ -256,6 +274,7 @@ class _Values:
             storage = sources.facts.storage(sources.fake(key))
             counts[storage] = counts.get(storage, 0) + 1
         self._shared = {s for s, n in counts.items() if n > 1}
+        self._quantised = _quantised(sources)
         written = {s for info in sources.facts.nodes.values() for s in info.writes}
         for key in names:
             storage = sources.facts.storage(sources.fake(key))
@@ -282,6 +301,10 @@ class _Values:
         fake, axis = sources.fake(key), sources.axis(key)
         if is_traceable_wrapper_subclass(fake) or fake.is_quantized or fake.layout is not torch.strided:
             raise Unplannable(f"{name} is a {type(fake).__name__} ({fake.layout}).", why="only plain strided tensors can be placed")
+        example = getattr(key[0].meta.get("grapharg"), "example", None)
+        if key[0] in self._quantised or (isinstance(example, torch.Tensor) and (example.is_quantized or example.is_mkldnn)):
+            kind = "an mkldnn tensor" if example is not None and example.is_mkldnn else "quantised"
+            raise Unplannable(f"{name} is {kind}.", why="only plain strided tensors can be placed")
         shape = tuple(expression(d) for d in fake.shape)
         is_input = key[0].op == "placeholder"
         storage = sources.facts.storage(fake)
@@ -293,7 +316,9 @@ class _Values:
         if is_input:
             node = key[0]
             arg = node.meta.get("grapharg")
-            role = "param" if isinstance(getattr(arg, "example", None), torch.nn.Parameter) or "_parameters_" in node.name else "input"
+            # what belongs to a module (parameters, buffers, plain attributes) stays where it is from call to call
+            is_state = any(mark in node.name for mark in ("_parameters_", "_buffers_", "_modules_"))
+            role = "param" if is_state or isinstance(getattr(arg, "example", None), torch.nn.Parameter) else "input"
         seen = tuple(expression(s) for s in fake.stride())
         has_gaps = not is_input and not _is_dense(fake)
         if has_gaps and _is_written(sources, storage):
@@ -301,9 +326,20 @@ class _Values:
         # Outputs are allocated one by one, and may keep their gaps; in the arena there are none.
         stride = _contiguous(fake) if has_gaps and (role == "temp" or not all(hint(s) for s in fake.stride())) else seen
         is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
-        if is_relaid or not is_input:
-            self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
+        self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
         return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
+
+
+def _quantised(sources: Sources) -> set[fx.Node]:
+    """Nodes that return quantised tensors. Their fakes are floats and do not say so."""
+    found: set[fx.Node] = set()
+    for node in sources.graph.nodes:
+        calls = sources.facts.nodes[node].calls
+        if any("dequantize" in call or "int_repr" in call for call in calls):
+            continue
+        if any(call.startswith("aten.quantize_per_") for call in calls) or any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_written(sources: Sources, storage: int) -> bool:

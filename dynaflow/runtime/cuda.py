@@ -1,7 +1,11 @@
-"""CUDA streams: one host thread issues the instructions in host order.
+"""CUDA streams: one host thread issues the launches in host order.
 
-Values that cross streams live in the arena and in outputs, both allocated on the caller's stream before the first launch; the
-caller's stream continues after every side stream. So no tensor is freed while a stream uses it, and nothing calls `record_stream`.
+In the steady state that is the plan's generated function (`run`); a profiled call, or one with part contexts, goes through the
+instructions (`issue`).
+
+Values that cross streams live in the arena and in outputs, both allocated on the caller's stream before the first launch, or where
+their op put them, until their own stream is ordered behind all readers; the caller's stream continues after every side stream. So no
+tensor is freed while a stream uses it, and nothing calls `record_stream`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 import torch
 
 from dynaflow.ir import Stream
-from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
 
@@ -38,22 +42,62 @@ def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
         return _streams[key]
 
 
+_callers: dict[int, torch.cuda.Stream] = {}
+
+
+def _after_last_caller(device: torch.device, caller: torch.cuda.Stream) -> None:
+    """Memory that side streams allocated (results that were kept) goes back to them when it is dropped, behind the caller that used
+    it. The next caller may be on another stream: it goes on behind the last one, and with it all side streams."""
+    if torch.cuda.is_current_stream_capturing():
+        return  # recordings are replayed one after the other
+    with _lock:
+        last, _callers[device.index or 0] = _callers.get(device.index or 0), caller
+    if last is not None and last != caller:
+        caller.wait_stream(last)
+
+
+class CudaStreams:
+    """The streams of one run: the current one is the caller's."""
+
+    Event = torch.cuda.Event
+    set_stream = staticmethod(torch.cuda.set_stream)
+
+    def __init__(self, device: torch.device, streams: tuple[Stream, ...]):
+        caller = torch.cuda.current_stream(device)
+        if streams:
+            _after_last_caller(device, caller)
+        self.all = (caller, *side_streams(device, streams))
+
+    def join(self) -> None:
+        """After an error: the caller's stream is current again, and goes on behind whatever was launched."""
+        torch.cuda.set_stream(self.all[0])
+        if not torch.cuda.is_current_stream_capturing():  # a recording is void anyway
+            for side in self.all[1:]:
+                self.all[0].wait_stream(side)
+
+
 def issue(bound: Bound, run: Run, device: torch.device) -> None:
-    caller = torch.cuda.current_stream(device)
-    streams = [caller, *side_streams(device, bound.streams)]
+    streams = list(CudaStreams(device, bound.streams).all)
+    caller = streams[0]
     events: dict[str, torch.cuda.Event] = {}
     timed: list[tuple[Any, Any, Any]] = []
     current = 0
+    number = 0
+    run.is_ahead = True
     origin = _mark(caller) if run.profile is not None else None
     profile, run.profile = run.profile, None
     try:
         for code, s, what in bound.instructions:
             if code == LAUNCH:
+                for i in bound.drops[number]:
+                    run.tensors[i] = None
+                number += 1
                 if s != current:
                     torch.cuda.set_stream(streams[s])
                     current = s
                 if profile is None:
-                    run.launch(what)
+                    with without_autocast_cache():
+                        run.launch(what)
                 else:
                     begin = _mark(streams[s])
                     run.launch(what)

@@ -1,7 +1,8 @@
 """The fake runtime: a plan on the CPU under a chosen interleaving, on real memory poisoned with NaN.
 
 Each stream is a FIFO of instructions; a scheduler picks which stream runs next among those that can. A wait for an event that
-was not recorded before it in host order passes at once, as CUDA has it: a racy plan shows its race here.
+was not recorded before it in host order passes at once, as CUDA has it: a racy plan shows its race here. A launch overwrites the
+memory of loose values that was dropped before it on its stream.
 
     order="issue"    host order, as a machine with one stream would
     order="greedy"   the first declared stream runs as far as it can, then the next
@@ -19,8 +20,10 @@ import torch
 
 from dynaflow.errors import OptionError
 from dynaflow.ir import Plan
+from dynaflow.runtime.binder import bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program, bind
+from dynaflow.runtime.loose import overwrite, recycled
+from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program
 
 Order = str | int
 
@@ -30,6 +33,7 @@ class Deadlock(RuntimeError):
 
 
 def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
+    run.is_ahead = True  # what is dropped, and overwritten by its next owner, is decided in host order
     queues: list[deque[tuple[int, Any, Any]]] = [deque() for _ in range(len(bound.streams) + 1)]
     recorded_at: dict[str, int] = {}
     host_order = []
@@ -41,6 +45,8 @@ def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
         queues[s].append((code, what, target))
         host_order.append(s)
     done: set[int] = set()
+    numbers = [number for number, instruction in enumerate(bound.instructions) if instruction.code == LAUNCH]
+    dropped = {numbers[k]: views for k, views in recycled(bound).items()}
 
     def can_go(s: int) -> bool:
         code, _, target = queues[s][0]
@@ -56,6 +62,7 @@ def issue(bound: Bound, run: Run, order: Order = "issue") -> None:
         code, what, target = queues[s].popleft()
         left -= 1
         if code == LAUNCH:
+            overwrite(run.tensors, dropped.get(target, ()))
             run.launch(what)
         elif code == RECORD:
             done.add(target)
@@ -80,6 +87,6 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Bind and run `plan` on poisoned memory; the outputs by name. `inputs` are changed in place where the flow says so."""
     bound = bind(plan, program, dict(sizes or {}))
-    tensors, outputs = bound.tensors(inputs, poison=True)
+    tensors = bound.tensors(inputs, poison=True)
     issue(bound, Run(bound, tensors), order)
-    return outputs
+    return bound.results(tensors)

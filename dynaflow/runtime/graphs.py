@@ -1,136 +1,426 @@
-"""A bound plan as one CUDA Graph: all its streams, one launch per call.
+"""Bound plans as CUDA Graphs: all streams of a plan in one launch per call.
 
 1. The first call with given sizes runs the plan launch by launch (kernels load, libraries make their workspaces).
-2. The second records it: inputs get slots that the engine owns; parameters, and inputs that the plan changes, are bound by address.
-3. Later calls copy their inputs into the slots, replay, and hand out copies of the outputs, which belong to the caller.
-   A call whose addresses differ records anew; the oldest recordings go first.
-4. What cannot be recorded (an op that waits for the device, say) is said once, and runs launch by launch for good.
+2. The second records it. Inputs get slots that the engine owns; parameters, and inputs that the plan changes, are bound by address.
+   What cannot be recorded (an op that waits for the device, say) stays between two recordings and is launched anew each time.
+3. Later calls copy their inputs into the slots and replay. Outputs rotate: each recording of the same sizes has its own, and a
+   recording is replayed only while nobody holds its last outputs. Where all of MAX_ROTATION are held, outputs are copied.
+4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
-How a recording is made is a parameter: on the CPU nothing is recorded, and a replay issues the plan again on the same memory.
+All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
+survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
+is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 import threading
+import warnings
 from collections import OrderedDict
-from contextlib import nullcontext
-from typing import Callable, Mapping
-from weakref import WeakSet
+from contextlib import suppress
+from typing import Any, Callable, Protocol, Sequence
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-
-from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import Bound
 
 log = logging.getLogger("dynaflow")
 
 # recordings kept per captured graph
 MAX_RECORDINGS = 32
+# recordings of the same sizes, each with outputs of its own
+MAX_ROTATION = 2
+# recordings in a row that are never replayed before we stop making them
+MAX_WASTED = 8
+# attempts at recording one plan for one set of sizes: another thread that waits for the device makes an attempt void
+MAX_FAILURES = 3
 
-Issue = Callable[[Bound, Run], None]
-# takes a function that issues work, returns what does that work again and again; does not do it itself
-Record = Callable[[Callable[[], None]], Callable[[], None]]
+Step = Callable[[], Sequence[torch.Tensor]]
+Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
-def record_nothing(body: Callable[[], None]) -> Callable[[], None]:
-    return body
+class Body(Protocol):
+    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
+
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
+
+    def allocate(self) -> list[torch.Tensor]:
+        """Memory for the outputs."""
+        ...
+
+    # arguments that are changed in place
+    changed: Sequence[int]
+
+    def has_steps(self) -> bool: ...
+
+    def learn(self, error: BaseException) -> bool:
+        """What could not be recorded becomes an eager step; False where the error says nothing of the kind."""
+        ...
 
 
-def record_cuda(body: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    spare = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-    except BaseException:
-        generator.graphsafe_set_state(spare)  # a capture that fails leaves its own state behind, which refuses to draw
-        raise
-    return graph.replay
+class Recorder(Protocol):
+    """Turns work that is issued between `begin` and `end` into a function that does it again."""
+
+    def begin(self) -> None: ...
+    def end(self) -> Callable[[], Any]: ...
+    def abort(self) -> None: ...
+
+
+_capture_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    index = device.index or 0
+    if index not in _capture_streams:
+        _capture_streams[index] = torch.cuda.Stream(device)
+    return _capture_streams[index]
+
+
+class CudaRecorder:
+    def __init__(self, pool: Pool, device: torch.device):
+        self._pool, self._device = pool, device
+        self._generator = torch.cuda.default_generators[device.index or 0]
+        self._context: Any = None
+        self._guard: Any = None
+
+    def begin(self) -> None:
+        # torch's own capture stream belongs to whichever device was current when it was made
+        self._guard = torch.cuda.device(self._device)
+        self._guard.__enter__()
+        self._stream = torch.cuda.current_stream(self._device)
+        self._spare = self._generator.clone_state()
+        self._graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(self._device)
+        self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
+        self._context.__enter__()
+
+    def end(self) -> Callable[[], Any]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
+            self._context.__exit__(None, None, None)
+        self._leave()
+        return self._graph.replay
+
+    def _leave(self) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None
+
+    def abort(self) -> None:
+        """A capture that fails leaves its stream current, the allocator with its pool, and the generator refusing to draw."""
+        if self._guard is None:
+            return  # nothing was being recorded
+        if self._context is not None:
+            try:
+                self._context.__exit__(*sys.exc_info())
+            except RuntimeError as error:
+                log.debug("the recording was already void: %s", error)
+        torch.cuda.set_stream(self._stream)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
+        self._pool.handle = torch.cuda.graph_pool_handle()
+        self._generator.graphsafe_set_state(self._spare)
+        self._leave()
+
+
+class Pool:
+    """The memory that the recordings of one compiled callable share, and the order in which they run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.handle: Any = None
+        self._last_stream: Any = None
+        self._last_raw: int | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """This replay comes after the last one, whatever stream that was on."""
+        if device.type != "cuda":
+            return
+        raw = torch._C._cuda_getCurrentRawStream(device.index or 0)
+        if raw == self._last_raw:
+            return
+        if self.handle is None:
+            self.handle = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(device)
+        if self._last_stream is not None:
+            stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_raw = stream, raw
 
 
 class Recording:
-    """One bound plan on fixed memory. One call at a time: the next one waits for the last, on the host and on the device."""
+    """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue, record: Record):
-        self.bound = bound
-        flow = bound.program.flow
-        changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
-        self._slots: dict[str, torch.Tensor] = {}
-        self._addresses: dict[str, int] = {}
-        for name, tensor in inputs.items():
-            value = flow.value[name]
-            if value.role == "input" and value.storage not in changed and _is_dense(tensor):
-                self._slots[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            else:
-                self._addresses[name] = tensor.data_ptr()
-        given = {**inputs, **self._slots}
-        self._is_cuda = any(t.is_cuda for t in inputs.values())
-        self._outputs: dict[str, torch.Tensor] = {}
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
+        self._recorder = recorder
+        self._pieces: list[Callable[[], Any]] = []
+        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
+        outputs = self.outputs = body.allocate()
+        if recorder is None:
+            body(given, self._run_step, outputs)
+            self._pieces.append(lambda: body(given, Recording._run_step, outputs))
+        else:
+            try:
+                recorder.begin()
+                body(given, self._between, outputs)
+                self._close()
+            except BaseException:
+                recorder.abort()
+                raise
+        self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
+        # weak references to the storages that were handed out last
+        self._lent: list[int] = []
 
-        def body() -> None:
-            tensors, outputs = bound.tensors(given)
-            self._outputs = outputs
-            issue(bound, Run(bound, tensors))
+    def _replay(self) -> None:
+        for piece in self._pieces:
+            piece()
 
-        self._replay = record(body)
-        self._lock = threading.Lock()
-        self._done = torch.cuda.Event() if self._is_cuda else None
+    def _close(self) -> None:
+        assert self._recorder is not None
+        replay = self._recorder.end()
+        self._pieces.append(replay)
+        replay()
 
-    def fits(self, inputs: Mapping[str, torch.Tensor]) -> bool:
-        return all(inputs[name].data_ptr() == address for name, address in self._addresses.items())
+    def _between(self, step: Step) -> Sequence[torch.Tensor]:
+        """End one recording, run `step` as it is, begin the next. Its results stay where they are the first time."""
+        assert self._recorder is not None
+        self._close()
+        results = list(step())
 
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with self._lock:
-            if self._done is not None:
-                torch.cuda.current_stream().wait_event(self._done)
-            for name, slot in self._slots.items():
-                slot.copy_(inputs[name], non_blocking=True)
-            self._replay()
-            outputs = {name: output.clone() for name, output in self._outputs.items()}
-            if self._done is not None:
-                self._done.record()
-        return outputs
+        def again() -> None:
+            for mine, new in zip(results, step()):
+                mine.copy_(new)
+
+        self._pieces.append(again)
+        self._recorder.begin()
+        return results
+
+    @staticmethod
+    def _run_step(step: Step) -> Sequence[torch.Tensor]:
+        return step()
+
+    def is_free(self) -> bool:
+        """Whether nobody refers to the outputs that were handed out last."""
+        return _are_gone(self._lent)
+
+    def lend(self) -> list[torch.Tensor]:
+        """The outputs as tensors with storages of their own over the same memory: when these are gone, nobody has the outputs.
+
+        (Counting references to our own storages would not do: kernels that keep their last arguments refer to them, too.)
+        """
+        storages: dict[int, Any] = {}
+        tensors = []
+        for output in self.outputs:
+            memory = output.untyped_storage()
+            if memory._cdata not in storages:
+                lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), output.device, memory.nbytes())
+                storages[memory._cdata] = lent
+                self._lent.append(lent._weak_ref())
+            empty = torch.empty(0, dtype=output.dtype, device=output.device)
+            tensors.append(empty.set_(storages[memory._cdata], output.storage_offset(), output.shape, output.stride()))
+        return tensors
+
+    def __del__(self) -> None:
+        """The memory of outputs that somebody has outlives the recording."""
+        if getattr(self, "_lent", None) and not self.is_free():
+            _outlived[next(_numbers)] = (self.outputs, self._lent)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return all(step > 0 for size, step in zip(tensor.shape, tensor.stride()) if size > 1)
+# Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while
+# others are looked through (a recording may die at any time): none but those found to be gone is ever taken out.
+_outlived: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+_numbers = itertools.count()
+
+
+def _let_go() -> None:
+    """Called under a pool's lock, and by one thread at a time."""
+    with _letting_go:
+        for number, (_, lent) in list(_outlived.items()):
+            if _are_gone(lent):
+                _outlived.pop(number, None)
+
+
+_letting_go = threading.Lock()
+
+
+def _are_gone(lent: list[int]) -> bool:
+    storage: Any = torch.UntypedStorage
+    while lent and storage._expired(lent[-1]):
+        storage._free_weak_ref(lent.pop())
+    return not lent
+
+
+def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) -> bool:
+    return all(args[i].data_ptr() == a for i, a in zip(indices, addresses))
+
+
+# torch's own check of static inputs, in C++, where this build has it
+_same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+# One recording at a time in the whole process: beginning one waits for the device, which makes any other void.
+_recording = threading.RLock()
+
+
+class Slots:
+    """Where a recording reads its inputs: slots, or the caller's own memory."""
+
+    def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int]):
+        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
+        # only these are kept: the caller's own tensors may go, and a recording that nobody's addresses fit any more with them
+        self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
+        self._copied = copied
+        self._changed = {args[i].untyped_storage().data_ptr() for i in changed}
+        self._fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
+        self._addresses = [args[i].data_ptr() for i in self._fixed]
+        if _same_addresses is not None:
+            # the check in C++ looks the address up by the argument's own number
+            self._table: list[Any] = [None] * len(args)
+            for i, address in zip(self._fixed, self._addresses):
+                self._table[i] = address
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def fits(self, args: list[Any]) -> bool:
+        """Whether everything that is not copied is where it was, and nothing that is copied shares memory with what is changed."""
+        if self._changed and any(args[i].untyped_storage().data_ptr() in self._changed for i in self._copied):
+            return False
+        if _same_addresses is not None:
+            return bool(_same_addresses(args, self._table, self._fixed))
+        return same_addresses(args, self._addresses, self._fixed)
+
+    def given(self, args: Sequence[Any]) -> list[Any]:
+        """What a recording reads: the slots, and the caller's own."""
+        return [self.slots.get(i, arg) for i, arg in enumerate(args)]
+
+    def fill(self, args: Sequence[Any]) -> None:
+        key = tuple([args[i].shape[rows[0]] for i, rows in self._copied.items() if rows is not None])
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [
+                self.slots[i] if rows is None else self.slots[i].narrow(rows[0], 0, args[i].shape[rows[0]])
+                for i, rows in self._copied.items()
+            ]
+        for view, i in zip(views, self._copied):
+            view.copy_(args[i], non_blocking=True)
+
+
+def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
+    """Memory for an input of `rows` rows. Rows beyond the first call's repeat its own: they must be valid, if only for indices."""
+    if rows is None or tensor.shape[rows[0]] == rows[1]:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    dim, size = rows
+    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+    shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+    return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.index_select(dim, index))
+
+
+class Bucket:
+    """One set of sizes at given addresses."""
+
+    def __init__(self, slots: Slots, body: Body):
+        self.slots, self._body = slots, body
+        self.recordings: list[Recording] = []
+        self.num_replays = 0
+
+    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body], Recording], borrow: bool) -> list[torch.Tensor]:
+        """The outputs: the recording's own, lent, or copies."""
+        self.slots.fill(args)
+        for number, recording in enumerate(self.recordings):
+            if borrow or number == MAX_ROTATION or recording.is_free():
+                recording.replay()
+                self.num_replays += 1
+                break
+        else:
+            number, recording = len(self.recordings), record(self.slots.given(args), self._body)
+            self.recordings.append(recording)
+        if borrow:
+            return [o.detach() for o in recording.outputs]
+        return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lend()
 
 
 class Recordings:
-    """The recordings of one captured graph."""
+    """The recordings of one captured graph. What stands for given sizes and a given plan (`key`) may go; it is not kept alive."""
 
-    def __init__(self, name: str, record: Record):
-        self._name, self._record = name, record
-        self._seen: WeakSet[Bound] = WeakSet()
-        self._failed: WeakSet[Bound] = WeakSet()
-        self._kept: OrderedDict[Bound, Recording] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
+        self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
+        self._is_cuda = device.type == "cuda"
+        self._seen: WeakSet[Any] = WeakSet()
+        self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._kept: OrderedDict[Any, Bucket] = OrderedDict()
+        self._num_wasted = 0
 
-    def run(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue) -> dict[str, torch.Tensor] | None:
-        """The outputs of a replay; None when this call is to run launch by launch."""
-        with self._lock:
-            recording = self._kept.get(bound)
-            if recording is None or not recording.fits(inputs):
-                if bound not in self._seen or bound in self._failed:
-                    self._seen.add(bound)
-                    return None
-                recording = self._make(bound, inputs, issue)
-                if recording is None:
-                    return None
-            self._kept.move_to_end(bound)
-        return recording(inputs)
-
-    def _make(self, bound: Bound, inputs: Mapping[str, torch.Tensor], issue: Issue) -> Recording | None:
-        device = next((t.device for t in inputs.values() if t.is_cuda), None)
-        try:
-            with torch.cuda.device(device) if device is not None else nullcontext():
-                recording = self._kept[bound] = Recording(bound, inputs, issue, self._record)
-        except Exception as error:
-            self._failed.add(bound)
-            log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s: %s", self._name, type(error).__name__, error)
+    def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
+        """The outputs, if something is recorded that fits."""
+        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            return None  # inside the caller's own recording
+        bucket = self._kept.get(key)
+        if bucket is None or not bucket.slots.fits(args):
             return None
-        if len(self._kept) > MAX_RECORDINGS:
+        return self._run(key, bucket, args)
+
+    def record(
+        self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
+    ) -> list[torch.Tensor] | None:
+        """The outputs, if this call is one to be recorded; None when it is to run launch by launch.
+
+        `key` stands for all that the body depends on besides its tensors; `copied` says which arguments get slots.
+        """
+        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        with self._pool.lock:
+            if key not in self._seen or self._failures.get(key, 0) >= MAX_FAILURES:
+                self._seen.add(key)
+                return None
+            old = self._kept.pop(key, None)
+            if old is not None:
+                self._num_wasted = 0 if old.num_replays else self._num_wasted + 1
+                if self._num_wasted >= MAX_WASTED:
+                    self._failures[key] = MAX_FAILURES
+                    log.warning("%s gets tensors at new addresses on every call (a new cache each time?): it is no longer recorded, and "
+                                "runs launch by launch", self._name)  # fmt: skip
+                    return None
+            bucket = self._kept[key] = Bucket(Slots(args, copied(), body.changed), body)
+            return self._run(key, bucket, args)
+
+    def _run(self, key: Any, bucket: Bucket, args: list[Any]) -> list[torch.Tensor] | None:
+        with self._pool.lock:
+            self._pool.enter(self._device)
+            if len(self._kept) > 1 and key in self._kept:
+                self._kept.move_to_end(key)
+            if _outlived:
+                _let_go()
+            try:
+                return bucket.run(args, self._record, self._borrow)
+            except _Unrecordable as error:
+                self._kept.pop(key, None)
+                self._failures[key] = self._failures.get(key, 0) + 1
+                log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s", self._name, error)
+                return None
+
+    def _record(self, given: Sequence[Any], body: Body) -> Recording:
+        while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
-        return recording
+        while True:
+            recorder = self.make_recorder()
+            # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
+            saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
+            try:
+                with _recording:
+                    return Recording(body, given, recorder)
+            except Exception as error:
+                for tensor, before in saved:
+                    tensor.copy_(before)
+                if not body.learn(error):
+                    raise _Unrecordable(f"{type(error).__name__}: {error}") from error
+                log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
+
+    def make_recorder(self) -> Recorder | None:
+        return CudaRecorder(self._pool, self._device) if self._device.type == "cuda" else None
+
+    def _num_recordings(self) -> int:
+        return sum(len(bucket.recordings) for bucket in self._kept.values())
+
+
+class _Unrecordable(Exception):
+    pass

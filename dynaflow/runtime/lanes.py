@@ -6,15 +6,17 @@ A `Run` is one call in flight: its tensors, what it has written of the caller's,
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from dynaflow.ir import Part
-from dynaflow.runtime.program import Bound, Call
+from dynaflow.runtime.program import LAUNCH, Bound, Call
 from dynaflow.timeline import Span, Timeline
 
 
@@ -65,6 +67,11 @@ class Run:
         self.error: BaseException | None = None
         self.profile = _profile.get()
         self.spans: list[Span] = []
+        self._numbers = {id(call): n for n, call in enumerate(bound.calls)} if bound.plan.loose else {}
+        self._left = Counter(i for views in bound.touched for i in views) if bound.plan.loose else Counter()
+        self._dropping = threading.Lock()
+        # the host issues what runs later: that a launch has returned does not mean that it is over
+        self.is_ahead = False
         self._t0 = time.perf_counter()
 
     def launch(self, call: Call) -> None:
@@ -85,19 +92,29 @@ class Run:
         except BaseException as error:
             failure = failure or error
         if failure is not None:
-            failure.add_note(self.story(call))
+            failure.add_note(story(self.bound, call, self.written))
             self.error = failure
+        elif self._numbers and not self.is_ahead:
+            self._drop(self._numbers[id(call)])
         if self.profile is not None:
             end = time.perf_counter()
             self.span(call, (begin - self._t0) * 1e6, (end - self._t0) * 1e6)
+
+    def _drop(self, number: int) -> None:
+        """Behind the last launch that touches it, a kept result goes."""
+        with self._dropping:
+            for i in self.bound.touched[number]:
+                self._left[i] -= 1
+                if not self._left[i]:
+                    for view in (i, *self.bound.inside.get(i, ())):
+                        self.tensors[view] = None
 
     def span(self, call: Call, start_us: float, end_us: float) -> None:
         self.spans.append(Span(self.stream_of(call), call.label, start_us, end_us, call.kind))
 
     def stream_of(self, call: Call) -> str:
         if not hasattr(self, "_streams"):
-            names = ["caller", *(s.name for s in self.bound.streams)]
-            self._streams = {id(i.what): names[i.stream] for i in self.bound.instructions if i.code == 0}
+            self._streams = streams_of(self.bound)
         return self._streams[id(call)]
 
     def context(self, call: Call) -> Any:
@@ -108,16 +125,6 @@ class Run:
         recreate: Callable[[], Any] | None = getattr(manager, "_recreate_cm", None)
         return recreate() if recreate is not None else manager
 
-    def story(self, call: Call) -> str:
-        """What a person needs to know of a launch that raised, as a note on its error."""
-        launches = [i.what for i in self.bound.instructions if i.code == 0]
-        written = ", ".join(f"{name} (by {', '.join(labels)})" for name, labels in self.written.items())
-        where = f", scheduled at {call.where}" if call.where else ""
-        return (
-            f"dynaflow: raised by '{call.label}' on {self.stream_of(call)} (launch {launches.index(call) + 1} of {len(launches)}{where}).\n"
-            f"dynaflow: tensors of yours that this call may have changed already: {written or 'none'}."
-        )
-
     def close(self) -> None:
         """The end of the call: hand over the timeline, raise the first error."""
         if self.profile is not None and self.spans:
@@ -125,6 +132,38 @@ class Run:
             self.profile.add(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
         if self.error is not None:
             raise self.error
+
+
+def streams_of(bound: Bound) -> dict[int, str]:
+    """id of a call -> the name of its stream"""
+    names = ["caller", *(s.name for s in bound.streams)]
+    return {id(i.what): names[i.stream] for i in bound.instructions if i.code == LAUNCH}
+
+
+def story(bound: Bound, call: Call, written: Mapping[str, Sequence[str]]) -> str:
+    """What a person needs to know of a launch that raised, as a note on its error."""
+    calls = bound.calls
+    changed = ", ".join(f"{name} (by {', '.join(labels)})" for name, labels in written.items())
+    where = f", scheduled at {call.where}" if call.where else ""
+    number = [id(c) for c in calls].index(id(call)) + 1
+    return (
+        f"dynaflow: raised by '{call.label}' on {streams_of(bound)[id(call)]} (launch {number} of {len(calls)}{where}).\n"
+        f"dynaflow: tensors of yours that this call may have changed already: {changed or 'none'}."
+    )
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the casts of weights, wherever they lie and whenever they were made: on another stream, or in a recording's
+    pool. Inside, it makes them anew."""
+    is_on = torch.is_autocast_cache_enabled() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+    if is_on:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        if is_on:
+            torch.set_autocast_cache_enabled(True)
 
 
 class Ambient:

@@ -1,20 +1,19 @@
 """What it takes to run a plan: the ops as functions, and where their tensors lie.
 
-`Program` belongs to a flow. `bind` fixes a plan to sizes: it resolves parts to rows, values to views and steps to a flat list of
+`Program` belongs to a flow. A `Binder` fixes a plan to sizes: it resolves parts to rows, values to views and steps to a flat list of
 instructions. `Bound.tensors` makes the views for one call; a runtime then issues the instructions and decides nothing.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from functools import cached_property
+from typing import Any, Callable, Mapping, NamedTuple, Protocol, Sequence
 
 import torch
 
-from dynaflow import errors
-from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers
-from dynaflow.memory import Memory, bind_memory
+from dynaflow.ir import Flow, Launch, Part, Plan, evaluate
+from dynaflow.memory import Memory
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
 
@@ -32,6 +31,37 @@ class Unit:
     fn: Callable[..., Sequence[Any]]
     args: tuple[str | Expr, ...]
     outs: tuple[str, ...]
+    # the outs whose result is sure to be memory of its own; others might, for some sizes, be an argument or a view of one
+    fresh: frozenset[str] = frozenset()
+    # the flow's ops that it is made of
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A unit for given sizes: what to call, and what becomes of its results."""
+
+    # takes `inputs`, then a destination for each out that has no reason in `own`; returns one tensor per out
+    call: Callable[[list[Any]], Sequence[Any]]
+    # per out: why it comes back as a tensor that the unit allocated; "" where it is written straight into its destination
+    own: tuple[str, ...]
+    # what `call` takes: the number of an argument, or a constant in a tuple of one. None: the arguments as they are
+    inputs: tuple[int | tuple[Any], ...] | None = None
+    # per out: the strides that it is written with; None: the destination's own
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+    # bytes that every tensor that goes in must be aligned to
+    alignment: int = 1
+    # what it allocates besides its outs, at its peak
+    peak_bytes: int = 0
+    # the generated code behind it, and where it is; empty for eager ops
+    source: str = ""
+    path: str = ""
+
+
+class Compiler(Protocol):
+    """Makes entries of units; None where the unit runs eagerly."""
+
+    def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,7 @@ class Program:
     layouts: Mapping[str, Layout]
     # replacement functions by qualified name
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    compiler: Compiler | None = None
 
 
 class View(NamedTuple):
@@ -71,32 +102,106 @@ class Instruction(NamedTuple):
     what: Any
 
 
+MISALIGNED = "rows that are not aligned to 16 bytes"
+
+# What becomes of a result: written into its place by the unit; copied there; kept as it is, in the place of a view.
+PLACED, COPIED, KEPT = "placed", "copied", "kept"
+
+
+class Geometry(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Out(NamedTuple):
+    """One result of a launch."""
+
+    # number of the view
+    view: int
+    how: str
+    # strides that what is kept must have
+    stride: tuple[int, ...] = ()
+    # (number, axis, start, length) of the views inside a kept result
+    inside: tuple[tuple[int, int, int, int], ...] = ()
+    # for a unit that writes to its destination, where the place itself will not do: a new one of this geometry
+    scratch: Geometry | None = None
+    # why it is copied, if it is
+    reason: str = ""
+
+
+class Arg(NamedTuple):
+    """One argument of a launch: a view, perhaps copied to other strides first; or a number."""
+
+    # -1: `number` it is
+    view: int
+    # strides that the unit expects
+    stride: tuple[int, ...] | None = None
+    # the view lies where the unit cannot read it: a copy goes in
+    is_cloned: bool = False
+    number: Any = None
+
+
 class Call:
-    """One launch, resolved: `fn` on `args`, results copied to the tensors at `outs`."""
+    """One launch, resolved."""
 
-    __slots__ = ("fn", "args", "outs", "label", "where", "part", "mutates", "kind")
+    __slots__ = ("entry", "args", "outs", "label", "where", "part", "mutates", "kind")
 
-    def __init__(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str], kind: str):
-        # args: (number of the view, None), (number of the view, strides that the op expects) or (-1, a size)
-        self.fn, self.args, self.outs, self.mutates, self.kind = fn, args, outs, mutates, kind
+    def __init__(self, entry: Entry, args: tuple[Arg, ...], outs: tuple[Out, ...], launch: Launch, mutates: tuple[str, ...], kind: str):
+        self.entry, self.args, self.outs, self.mutates, self.kind = entry, args, outs, mutates, kind
         self.label, self.where = launch.label, launch.where
         # None: the launch spans several parts
         self.part = launch.calls[0][1] if len({part for _, part in launch.calls}) == 1 else None
 
     def __call__(self, tensors: list[Any]) -> None:
-        results = self.fn(*[x if i < 0 else tensors[i] if x is None else _relaid(tensors[i], x) for i, x in self.args])
-        for i, result in zip(self.outs, results):
-            if i >= 0:
-                tensors[i].copy_(result)
+        args = [self._argument(a, tensors) for a in self.args]
+        if self.entry.inputs is not None:
+            args = [args[x] if isinstance(x, int) else x[0] for x in self.entry.inputs]
+        for out, own in zip(self.outs, self.entry.own):
+            if not own:
+                args.append(tensors[out.view] if out.scratch is None else scratch(out.scratch))
+        for out, result in zip(self.outs, self.entry.call(args)):
+            if out.how == COPIED:
+                tensors[out.view].copy_(result)
+            elif out.how == KEPT:
+                tensors[out.view] = kept = relaid(result.clone() if out.reason else result, out.stride)
+                for i, axis, start, length in out.inside:
+                    tensors[i] = kept.narrow(axis, start, length)
+
+    @staticmethod
+    def _argument(arg: Arg, tensors: list[Any]) -> Any:
+        if arg.view < 0:
+            return arg.number
+        tensor = tensors[arg.view] if arg.stride is None else relaid(tensors[arg.view], arg.stride)
+        return tensor.clone() if arg.is_cloned else tensor
 
 
-def _relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A copy with the given strides; expanded dims (stride 0) stay expanded."""
-    if tensor.stride() == stride:
+def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with the given strides, copied if it has others; expanded dims (stride 0) stay expanded."""
+    if same_stride(tensor.shape, tensor.stride(), stride):
         return tensor
     shape = [1 if step == 0 else size for size, step in zip(tensor.shape, stride)]
     small = tensor.as_strided(shape, tensor.stride(), tensor.storage_offset())
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(small).expand(tensor.shape)
+
+
+def same_stride(shape: Sequence[int], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Steps along dims of one element do not count."""
+    return one == other or all(a == b or size == 1 for a, b, size in zip(one, other, shape))
+
+
+def scratch(geometry: Geometry) -> torch.Tensor:
+    return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device=geometry.device)
+
+
+class Copy(NamedTuple):
+    """Bytes that a launch moves besides its work."""
+
+    launch: str
+    value: str
+    nbytes: int
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +221,12 @@ class Bound:
     placed: tuple[tuple[int, str, int, tuple[int, ...], tuple[int, ...]], ...]
     # (index, name, axis, start, length) of parts of inputs; axis -1: the whole input
     given: tuple[tuple[int, str, int, int, int], ...]
-    # outputs the engine allocates per call: (name, shape, stride)
-    outputs: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    # outputs that the engine allocates per call: (index, name, shape, stride); others are kept as their launch returns them
+    allocated: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...]], ...]
+    # every output that a launch makes, and the number of its view
+    outputs: tuple[tuple[str, int], ...]
+    # per launch, and once more for the end: views of kept results that are dropped before it
+    drops: tuple[tuple[int, ...], ...]
     num_launches: int
     num_part_launches: int
 
@@ -125,23 +234,114 @@ class Bound:
     def rows(self) -> list[tuple[Part, int, int]]:
         return [(part, *part.bounds(self.batch_size)) for part in self.plan.parts]
 
-    def tensors(self, inputs: Mapping[str, torch.Tensor], *, poison: bool = False) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """The views for one call, over a fresh arena and fresh outputs, and the outputs by name."""
+    @cached_property
+    def output_geometries(self) -> list[Geometry]:
+        """Of the outputs, in order: of those that the engine allocates, and of those that a launch does."""
+        flow, layouts = self.program.flow, self.program.layouts
+        kept = {out.view: out.stride for call in self.calls for out in call.outs if out.how == KEPT}
+        placed = {i: (shape, stride) for i, _, shape, stride in self.allocated}
+        found = []
+        for name, i in self.outputs:
+            shape = tuple(evaluate(size, self.sizes) for size in flow.value[name].shape)
+            shape, stride = placed[i] if i in placed else (shape, kept[i])
+            found.append(Geometry(shape, stride, layouts[name].dtype, layouts[name].device))
+        return found
+
+    @property
+    def calls(self) -> list[Call]:
+        return [what for code, _, what in self.instructions if code == LAUNCH]
+
+    @cached_property
+    def inside(self) -> dict[int, tuple[int, ...]]:
+        """Kept result -> the views inside it."""
+        return {out.view: tuple(r[0] for r in out.inside) for call in self.calls for out in call.outs if out.how == KEPT}
+
+    @cached_property
+    def touched(self) -> list[list[int]]:
+        """Per launch: the kept results that it makes or reads, by the number of their view. For runtimes that run ahead of the host."""
+        root = {i: view for view, inside in self.inside.items() for i in (view, *inside)}
+        outputs = {i for _, i in self.outputs}
+        views = [{a.view for a in call.args} | {o.view for o in call.outs} for call in self.calls]
+        return [sorted({root[i] for i in numbers if i in root} - outputs) for numbers in views]
+
+    def bytes_of(self, view: int) -> int:
+        """Of the rows that a view shows."""
+        value, part = self.views[view]
+        lo, hi = part.bounds(self.batch_size)
+        nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
+        return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
+
+    @cached_property
+    def _placed_stride(self) -> dict[int, tuple[int, ...]]:
+        return {i: stride for i, _, _, _, stride in self.placed}
+
+    def _why_read_copied(self, arg: Arg) -> str:
+        if arg.is_cloned:
+            return MISALIGNED
+        is_relaid = arg.stride is not None and self._placed_stride.get(arg.view, arg.stride) != arg.stride
+        return "the batch is not the outermost dim of what it reads" if is_relaid else ""
+
+    @property
+    def copies(self) -> list[Copy]:
+        """Bytes that are moved on behalf of splitting and merging, launch by launch."""
+        found = []
+        for call in self.calls:
+            views = [(arg.view, self._why_read_copied(arg)) for arg in call.args] + [(out.view, out.reason) for out in call.outs]
+            found += [Copy(call.label, self.views[i].value, self.bytes_of(i), why) for i, why in views if why]
+        return found
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that a call holds at once: the arena, outputs, kept results until they are dropped, and what launches allocate while
+        they run (with what they copy). Streams run side by side: the largest launch of each counts. Not known, so not counted: workspaces
+        of libraries, and what eager ops allocate inside.
+        """
+        flow = self.program.flow
+        outputs = {name for name, _ in self.outputs if flow.value[name].role == "output"}
+        alive = most_kept = 0
+        beside: dict[int, int] = {}
+        launches = ((s, what) for code, s, what in self.instructions if code == LAUNCH)
+        for (s, call), drops in zip(launches, self.drops):
+            alive -= sum(self.bytes_of(i) for i in drops if i in self.inside)
+            alive += sum(self.bytes_of(o.view) for o in call.outs if o.how == KEPT and self.views[o.view].value not in outputs)
+            most_kept = max(most_kept, alive)
+            beside[s] = max(beside.get(s, 0), self._beside(call))
+        returned = sum(evaluate(flow.value[name].nbytes, self.sizes) for name in outputs)
+        return int(self.memory.arena_bytes + returned + most_kept + sum(beside.values()))
+
+    def _beside(self, call: Call) -> int:
+        """What a launch holds at its peak that is gone, or kept as a result, behind it; results that are kept count elsewhere."""
+        is_compiled = bool(call.entry.source)
+        copied = sum(self.bytes_of(arg.view) for arg, is_copied in zip(call.args, map(self._why_read_copied, call.args)) if is_copied)
+        mine = kept = 0
+        for out in call.outs:
+            if out.how == COPIED or out.reason:
+                mine += self.bytes_of(out.view) if out.scratch is not None or not is_compiled else 0
+            elif out.how == KEPT and out.scratch is None and is_compiled:
+                kept += self.bytes_of(out.view)
+        return copied + mine + max(call.entry.peak_bytes - kept, 0)
+
+    def tensors(self, inputs: Mapping[str, torch.Tensor], *, poison: bool = False) -> list[Any]:
+        """The views for one call, over a fresh arena and fresh outputs."""
         layouts = self.program.layouts
         table: list[Any] = [None] * len(self.views)
         for i, name, axis, start, length in self.given:
             table[i] = inputs[name] if axis < 0 else inputs[name].narrow(axis, start, length)
         flats: dict[Any, torch.Tensor] = {}
-        outputs: dict[str, torch.Tensor] = {}
-        for name, shape, stride in self.outputs:
+        for i, name, shape, stride in self.allocated:
             layout = layouts[name]
-            output = outputs[name] = flats[name] = torch.empty_strided(shape, stride, dtype=layout.dtype, device=layout.device)
+            output = flats[name] = table[i] = torch.empty_strided(shape, stride, dtype=layout.dtype, device=layout.device)
             if poison:
                 output.fill_(float("nan") if output.is_floating_point() or output.is_complex() else -1)
         for i, name, offset, shape, stride in self.placed:
-            flat = flats[name] if name in flats else self._arena(layouts[name], flats, poison)
-            table[i] = torch.as_strided(flat, shape, stride, offset)
-        return table, outputs
+            if table[i] is None:
+                flat = flats[name] if name in flats else self._arena(layouts[name], flats, poison)
+                table[i] = torch.as_strided(flat, shape, stride, offset)
+        return table
+
+    def results(self, tensors: list[Any]) -> dict[str, torch.Tensor]:
+        """The outputs by name, once everything has been launched."""
+        return {name: tensors[i] for name, i in self.outputs}
 
     def _arena(self, layout: Layout, flats: dict[Any, torch.Tensor], poison: bool) -> torch.Tensor:
         """The arena on a device as one flat tensor of a dtype; allocated at first use."""
@@ -153,216 +353,3 @@ class Bound:
                     flats[layout.device].fill_(0xFF)
             flats[key] = flats[layout.device].view(layout.dtype)
         return flats[key]
-
-
-def bind(plan: Plan, program: Program, sizes: Mapping[str, int], memory: Memory | None = None) -> Bound:
-    """Fix `plan` to `sizes`.
-
-    Raises BatchTooSmall when a part would have no row.
-    """
-    return Binder(plan, program).bind(sizes, memory)
-
-
-class Binder:
-    """The part of binding that does not depend on sizes: which views and instructions a plan needs. Made once per plan.
-
-    What does depend on sizes is one generated function: expressions over the flow's symbols, evaluated in one go.
-    """
-
-    def __init__(self, plan: Plan, program: Program):
-        self.plan, self.program = plan, program
-        flow = self.flow = program.flow
-        self._index: dict[View, int] = {}
-        self._relaid: dict[tuple[View, tuple[str, ...]], int] = {}
-        self._exprs: dict[tuple[str, Part], int] = {}
-        self._read_outside = _readers(flow)
-        stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
-        self._num_launches = len(plan.launches)
-        self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
-        self._instructions: list[Instruction] = []
-        # launches that take a size or another layout are made anew for every binding: (number, launch, function, args, outs, mutates)
-        self._sized: list[tuple[int, Launch, Any, list[tuple[int, Any]], list[int], list[str]]] = []
-        for number, step in enumerate(plan.steps):
-            s = stream_index[step.stream]
-            if isinstance(step, Launch):
-                fn, args, outs, mutates = self._resolve(step)
-                if any(i < 0 or x is not None for i, x in args):
-                    self._sized.append((number, step, fn, args, outs, mutates))
-                self._instructions.append(Instruction(LAUNCH, s, self._call(fn, args, outs, step, mutates)))
-            else:
-                self._instructions.append(Instruction(RECORD if type(step) is Record else WAIT, s, step.event))
-        for name in dict.fromkeys(flow.outputs):
-            self._view(name, WHOLE)
-        self._views = tuple(self._index)
-        self._sizes = self._compile_sizes()
-
-    # -- which tensors a launch takes and gives
-
-    def _resolve(self, launch: Launch) -> tuple[Callable[..., Any], list[tuple[int, Any]], list[int], list[str]]:
-        flow, program = self.flow, self.program
-        mutates = [v for op, _ in launch.calls for v in flow.op(op).mutates if flow.value[v].role in ("input", "param")]
-        if not launch.replace:
-            ((name, part),) = launch.calls
-            unit = program.units[name]
-            args: list[tuple[int, Any]] = []
-            for arg in unit.args:
-                if isinstance(arg, Expr):
-                    args.append((-1, self._exprs.setdefault((arg.text, part), len(self._exprs))))
-                else:
-                    args.append(self._argument(arg, part))
-            outs = [self._view(v, part) if v else -1 for v in unit.outs]
-            return unit.fn, args, outs, mutates
-        inputs, outputs = external_values(flow, launch, self._read_outside)
-        function = program.functions.get(launch.replace)
-        if function is None:
-            raise errors.ContextMismatch(
-                f"the plan calls {launch.replace}, and no function of that name was given.",
-                fix="pass functions={'name': fn} with the plan, or plan again from the strategy")  # fmt: skip
-        args = [self._argument(value, part) for value, part in inputs]
-        return _as_tuple(function), args, [self._view(value, part) for value, part in outputs], mutates
-
-    def _view(self, name: str, part: Part) -> int:
-        value = self.flow.value[name]
-        view = View(name, part if value.axis is not None else WHOLE)
-        return self._index.setdefault(view, len(self._index))
-
-    def _argument(self, name: str, part: Part) -> tuple[int, int | None]:
-        """(number of the view, number of the strides that it must be copied to first)"""
-        index, layout = self._view(name, part), self.program.layouts.get(name)
-        if layout is None or layout.expected is None or (part.is_whole and layout.expected == layout.stride):
-            return index, None
-        view = View(name, part if self.flow.value[name].axis is not None else WHOLE)
-        return index, self._relaid.setdefault((view, layout.expected), len(self._relaid))
-
-    # -- sizes
-
-    def _compile_sizes(self) -> Callable[..., Any]:
-        """One function of (symbols..., offsets, rows): every shape, stride and offset that the plan needs."""
-        flow, layouts = self.flow, self.program.layouts
-        symbols = flow.symbols
-        parts = list(dict.fromkeys([WHOLE, *(v.part for v in self._index), *(p for _, p in self._exprs)]))
-        lines = [f"def bind({', '.join((*symbols, '_batch', '_offset'))}):"]
-        for k, part in enumerate(parts):
-            lines.append(f"  _lo{k}, _hi{k} = _batch * {part.lo} // {part.of}, _batch * {part.hi} // {part.of}")
-            if not part.is_whole:
-                lines.append(f"  if _hi{k} <= _lo{k}: raise _Empty({k})")
-        at = {part: k for k, part in enumerate(parts)}
-
-        def in_part(expression: str, k: int) -> str:
-            if expression.isdigit() or not flow.batch:
-                return expression
-            return _substitute(expression, flow.batch, f"(_hi{k} - _lo{k})")
-
-        placed, given, outputs = [], [], []
-        for view, i in self._index.items():
-            value, k = flow.value[view.value], at[view.part]
-            if value.role in ("input", "param"):
-                if value.axis is None or view.part.is_whole:
-                    given.append(f"({i}, {view.value!r}, -1, 0, 0)")
-                else:
-                    size = value.shape[value.axis]
-                    per_row = f"({size}) // _batch"
-                    given.append(f"({i}, {view.value!r}, {value.axis}, _lo{k} * ({per_row}), (_hi{k} - _lo{k}) * ({per_row}))")
-                continue
-            layout = layouts[view.value]
-            shape = _tuple(in_part(d, k) for d in value.shape)
-            stride = _tuple(layout.stride)
-            itemsize = layout.dtype.itemsize
-            base = f"_offset[{view.value!r}][0] // {itemsize}" if value.role == "temp" else "0"
-            rows = ""
-            if value.axis is not None and not view.part.is_whole:
-                rows = f" + _lo{k} * (({value.shape[value.axis]}) // _batch) * ({layout.stride[value.axis]})"
-            placed.append(f"({i}, {view.value!r}, {base}{rows}, {shape}, {stride})")
-            if value.role == "output" and view.part.is_whole:
-                outputs.append(f"({view.value!r}, {shape}, {stride})")
-        relaid = [_tuple(in_part(e, at[view.part]) for e in expected) for view, expected in self._relaid]
-        sizes = [in_part(text, at[part]) for text, part in self._exprs]
-        for name, entries in (("placed", placed), ("given", given), ("outputs", outputs), ("relaid", relaid), ("sizes", sizes)):
-            lines.append(f"  _{name} = {_tuple(entries)}")
-        lines.append("  return _placed, _given, _outputs, _relaid, _sizes")
-        scope: dict[str, Any] = {**SIZE_FUNCTIONS, "_Empty": _Empty}
-        exec("\n".join(lines), scope)  # noqa: S102 (generated from our own records)
-        self._parts = parts
-        return scope["bind"]
-
-    def bind(self, sizes: Mapping[str, int], memory: Memory | None = None) -> Bound:
-        flow, plan = self.flow, self.plan
-        batch_size = sizes[flow.batch[0]] if flow.batch else 1
-        memory = memory or bind_memory(flow, plan, sizes)
-        try:
-            placed, given, outputs, relaid, numbers = self._sizes(*[sizes[s] for s in flow.symbols], batch_size, memory.offsets)
-        except _Empty as empty:
-            raise errors.BatchTooSmall(
-                f"the batch of {batch_size} rows is smaller than the plan's parts: part {self._parts[empty.args[0]]} has no row.",
-                fix="let the strategy fall back: `if flow.context.batch_size < n: return flow.sequential(...)`") from None  # fmt: skip
-        instructions = list(self._instructions)
-        for number, launch, fn, args, outs, mutates in self._sized:
-            resolved = [(-1, numbers[x]) if i < 0 else (i, None if x is None else relaid[x]) for i, x in args]
-            instructions[number] = instructions[number]._replace(what=self._call(fn, resolved, outs, launch, mutates))
-        return Bound(plan, self.program, sizes, batch_size, memory, tuple(instructions), plan.streams, self._views, placed, given, outputs,
-                     self._num_launches, self._num_part_launches)  # fmt: skip
-
-    def _call(self, fn: Callable[..., Any], args: list[tuple[int, Any]], outs: list[int], launch: Launch, mutates: list[str]) -> Call:
-        return Call(fn, args, outs, launch, mutates, self.flow.op(launch.calls[0][0]).kind)
-
-
-class _Empty(Exception):
-    pass
-
-
-def _tuple(items: Any) -> str:
-    items = list(items)
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-
-
-def _substitute(expression: str, symbols: Sequence[str], by: str) -> str:
-    return re.sub(rf"\b({'|'.join(map(re.escape, symbols))})\b", by, expression)
-
-
-def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    def call(*args: Any) -> tuple[Any, ...]:
-        result = function(*args)
-        return result if isinstance(result, tuple) else tuple(result) if isinstance(result, list) else (result,)
-
-    return call
-
-
-def _readers(flow: Flow) -> dict[str, set[str]]:
-    table: dict[str, set[str]] = {}
-    for op in flow.ops:
-        for value in (*op.reads, *op.mutates):
-            table.setdefault(value, set()).add(op.name)
-    return table
-
-
-def external_values(
-    flow: Flow, launch: Launch, readers: Mapping[str, set[str]] | None = None
-) -> tuple[list[tuple[str, Part]], list[tuple[str, Part]]]:
-    """A group's inputs, in order of first use, and outputs, in order: what crosses the border of a replacement."""
-    readers = _readers(flow) if readers is None else readers
-
-    def rows(value: str, part: Part) -> Part:
-        return part.lowest_terms if flow.value[value].axis is not None else WHOLE
-
-    made: dict[str, list[Part]] = {}
-    used: dict[tuple[str, str], list[Part]] = {}
-    inputs: dict[tuple[str, Part], None] = {}
-    for name, part in launch.calls:
-        op = flow.op(name)
-        for value in (*op.reads, *(m for m in op.mutates if m not in op.reads)):
-            used.setdefault((value, name), []).append(part)
-            if not covers(made.get(value, ()), rows(value, part)):
-                inputs[value, rows(value, part)] = None
-        for value in op.writes:
-            made.setdefault(value, []).append(rows(value, part))
-    outputs: dict[tuple[str, Part], None] = {}
-    for name, part in launch.calls:
-        for value in flow.op(name).writes:
-            mine = rows(value, part)
-            is_read_outside = any(not covers(used.get((value, reader), ()), mine) for reader in readers.get(value, ()))
-            if flow.value[value].role == "output" or is_read_outside:
-                outputs[value, mine] = None
-    return list(inputs), list(outputs)
-
-
-__all__ = ["Binder", "Bound", "Call", "Expr", "Instruction", "Layout", "Program", "Unit", "View", "bind", "external_values"]

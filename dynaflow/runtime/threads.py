@@ -37,8 +37,8 @@ def issue(bound: Bound, run: Run) -> None:
     finished = [threading.Event() for _ in work]
 
     def follow(s: int) -> None:
-        _here.is_launching = True
         try:
+            _here.is_launching = True
             for code, _, what in work[s]:
                 if code == LAUNCH:
                     run.launch(what)
@@ -50,21 +50,39 @@ def issue(bound: Bound, run: Run) -> None:
             _here.is_launching = False
             finished[s].set()
 
-    ambient = Ambient()
-    with _posting:
-        for s in range(1, len(work)):
+    def end() -> None:
+        """No lane may hold on to this call: launches are skipped from here on, and nobody waits."""
+        _here.is_launching = False
+        for event in events.values():
+            event.set()
+        for s in range(num_posted + 1, len(work)):  # the first of these may have been posted: following twice does no harm
             _lane(s).put((follow, s, ambient, copy_context()))
+        for done in finished[1:]:
+            done.wait()
+
+    ambient = Ambient()
+    num_posted = 0
     try:
+        with _posting:
+            for s in range(1, len(work)):
+                _lane(s).put((follow, s, ambient, copy_context()))
+                num_posted = s
         follow(0)
         for done in finished[1:]:
             done.wait()
-    except BaseException as error:  # Ctrl-C while waiting: let the lanes run empty before the caller goes on
+    except BaseException as error:  # Ctrl-C, here or there: let the lanes run empty before the caller goes on
         run.error = run.error or error
-        for event in events.values():
-            event.set()
-        for done in finished[1:]:
-            done.wait()
+        _in_spite_of_ctrl_c(end)
     run.close()
+
+
+def _in_spite_of_ctrl_c(end: Callable[[], None]) -> None:
+    """A second one while the first is dealt with must not cut that short. (`end` may run several times.)"""
+    while True:
+        try:
+            return end()
+        except KeyboardInterrupt:
+            continue
 
 
 def _lane(s: int) -> SimpleQueue[Any]:

@@ -25,7 +25,9 @@ class NanoBatch(Strategy):
         num_sent: Counter[Part] = Counter()
         while ready := flow.get_ready_ops():
             # Send as soon as possible. Otherwise stay with one part until it has sent: what waits for its own message must not
-            # stand before the work that could run meanwhile.
-            r = min(ready, key=lambda r: (r.kind != "network", num_sent[r.part], r.part, r.depth))
+            # stand before the work that could run meanwhile. What runs merged and nobody waits for (a cache's length) goes last: it
+            # would only cut the parts' work in pieces.
+            is_last = {r: r.part.is_whole and not r.height for r in ready}
+            r = min(ready, key=lambda r: (r.kind != "network", is_last[r], num_sent[r.part], r.part, r.depth))
             num_sent[r.part] += r.kind == "network"
             flow.execute(r, stream=lane.get(r.kind, compute))

@@ -10,7 +10,8 @@
 
 from dynaflow.testing.edits import harmless_edit, mutate_memory
 from dynaflow.testing.flows import Case, random_flow
-from dynaflow.testing.mutate import MUTATIONS, mutate
+from dynaflow.testing.mutate import mutate
+from dynaflow.testing.mutate_groups import MUTATIONS
 from dynaflow.testing.notation import flow_of
 from dynaflow.testing.oracle import show_wrong
 from dynaflow.testing.strategies import RandomStrategy

@@ -41,7 +41,7 @@ def mutate_memory(memory: Memory, rng: random.Random) -> tuple[str, Memory]:
 
 def harmless_edit(plan: Plan, rng: random.Random) -> Plan:
     """The same schedule written differently, or with more waits than it needs. Must stay accepted."""
-    edit = rng.choice((_more_waits, _other_names, _streams_turned, _own_slots))
+    edit = rng.choice((_more_waits, _other_names, _streams_turned, _own_slots, _no_loose_values))
     return edit(plan, rng)
 
 
@@ -63,6 +63,14 @@ def _other_names(plan: Plan, rng: random.Random) -> Plan:
 
 def _streams_turned(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, streams=plan.streams[::-1])
+
+
+def _no_loose_values(plan: Plan, rng: random.Random) -> Plan:
+    """What is loose may as well have a slot."""
+    first = 1 + max((slot for _, slot in plan.slots), default=-1)
+    chosen = [value for value in plan.loose if rng.random() < 0.7]
+    slots = (*plan.slots, *((value, first + k) for k, value in enumerate(chosen)))
+    return replace(plan, slots=slots, loose=tuple(value for value in plan.loose if value not in chosen))
 
 
 def _own_slots(plan: Plan, rng: random.Random) -> Plan:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from dynaflow.ir import Flow, Launch, Op, Part, Value, evaluate
-from dynaflow.runtime.program import Expr, Layout, Program, Unit, external_values
+from dynaflow.runtime.binder import external_values
+from dynaflow.runtime.program import Expr, Layout, Program, Unit
 
 FORMS = ("rows", "cols", "twice", "state")
 _WEIGHTS = torch.tensor([random.Random(0).getrandbits(62) * 2 + 1 for _ in range(64)], dtype=torch.int64)

@@ -1,9 +1,10 @@
-"""Fuzzing of planner, synchronise, place, verify and the fake runtime against each other.
+"""Fuzzing of planner, synchronise, fuse, place, verify and the fake runtime against each other.
 
     python -m dynaflow.testing.fuzz --flows 1000 --interleavings 10 --mutants 10000 --json benchmarks/results/fuzz.json
 
-1. Valid plans: random flows x 5 strategies. Each plan must be accepted (and its text, its serialised form and harmless edits of it),
-   refused without any one of its waits, and give the program's result, bit by bit, under every interleaving, and for other sizes.
+1. Valid plans: random flows x 5 strategies, each plan as it is, and with random launches fused and random values loose. Each must be
+   accepted (and its text, its serialised form and harmless edits of it), refused without any one of its waits, and give the
+   program's result, bit by bit, under every interleaving, and for other sizes.
 2. Mutants: plans with one mistake. Each one that an interleaving shows wrong must be refused.
 
 A violation is anything else. They are printed with their seeds; the exit code is 1.
@@ -25,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -32,12 +34,13 @@ import torch
 
 from dynaflow.context import Context
 from dynaflow.errors import DynaFlowError
+from dynaflow.fuse import fuse
 from dynaflow.ir import Plan, Wait
-from dynaflow.memory import bind_memory, place
+from dynaflow.memory import bind_memory, internal_values, loose_values, place
 from dynaflow.planner import run_strategy
 from dynaflow.runtime import fake
+from dynaflow.runtime.binder import bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import bind
 from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
@@ -72,9 +75,17 @@ def strategies(case: Case) -> list[Strategy]:
     return [Sequential(), TwoBatch(), NanoBatch(3), Branches(3), RandomStrategy(case.seed, case)]
 
 
-def make_plan(case: Case, strategy: Strategy) -> tuple[Plan, Functions]:
+def make_plan(case: Case, strategy: Strategy, rng: random.Random | None = None) -> tuple[Plan, Functions]:
+    """With `rng`, neighbouring launches of some ops are fused, and some values are loose."""
     planner = run_strategy(case.flow, strategy, Context({"batch_size": case.batch_size}))
-    return place(case.flow, synchronise(case.flow, planner.finish())), planner.functions
+    plan, loose = synchronise(case.flow, planner.finish()), frozenset[str]()
+    if rng is not None:
+        share = rng.choice((0.5, 0.9, 1.0))
+        fusible = {op.name for op in case.flow.ops if rng.random() < share}
+        plan = fuse(case.flow, plan, lambda op: op.name in fusible) if rng.random() < 0.85 else plan
+        share = rng.choice((0.0, 0.3, 1.0))
+        loose = frozenset(v.name for v in case.flow.values if rng.random() < share)
+    return place(case.flow, plan, loose), planner.functions
 
 
 # ---------------------------------------------------------------------------- 1. valid plans
@@ -86,11 +97,14 @@ def check_flow(seed: int, num_interleavings: int) -> Tally:
     expected = case.reference()
     tally.counts["flows"] += 1
     tally.counts["ops"] += len(case.flow.ops)
-    for strategy in strategies(case):
-        name = f"flow {seed}, {type(strategy).__name__}"
+    for strategy, is_varied in product(strategies(case), (False, True)):
+        name = f"flow {seed}, {type(strategy).__name__}" + (", fused and loose" if is_varied else "")
         try:
-            plan, functions = make_plan(case, strategy)
-            tally.counts["plans"] += 1
+            plan, functions = make_plan(case, strategy, random.Random(f"{name}") if is_varied else None)
+            tally.counts["fused plans" if is_varied else "plans"] += 1
+            tally.counts["fused"] += sum(len(launch.calls) > 1 and not launch.replace for launch in plan.launches)
+            tally.counts["loose"] += len(plan.loose)
+            tally.counts["internal"] += len(internal_values(case.flow, plan))
             tally.counts["launches"] += len(plan.launches)
             tally.counts["streams"] += len(plan.streams)
             tally.counts["waits"] += len(plan.waits)
@@ -111,6 +125,8 @@ def plan_problems(plan: Plan, case: Case, seed: int) -> Iterator[str]:
     report = verify(plan, flow)
     verify_memory(flow, plan, bind_memory(flow, plan, case.sizes), case.sizes)
     verify(plan.serialised(), flow)
+    if frozenset(plan.loose) != loose_values(flow, plan):
+        yield "what it lists as loose is not what has no slot"
     if Plan.parse(str(plan)) != plan:
         yield "its text does not parse back to the same plan"
     if verify(Plan.parse(str(plan)), flow) != report:
@@ -138,8 +154,9 @@ def run_problems(
     orders: list[str | int] = ["issue", "lazy", "greedy", *range(count)]
     for which, order in [(serialised, "issue"), *((bound, order) for order in orders[:count])]:
         inputs = case.inputs()
-        tensors, outputs = which.tensors(inputs, poison=True)
+        tensors = which.tensors(inputs, poison=True)
         fake.issue(which, Run(which, tensors), order)
+        outputs = which.results(tensors)
         tally.counts["runs"] += 1
         for name, tensor in expected.items():
             found = outputs.get(name, inputs.get(name))
@@ -158,7 +175,7 @@ def check_mutants(seed: int, num_interleavings: int, count: int = MUTANTS_PER_FL
     case = random_flow(seed)
     expected = case.reference()
     strategy = rng.choice(strategies(case)[1:] + [RandomStrategy(seed + k, case) for k in range(3)])
-    plan, functions = make_plan(case, strategy)
+    plan, functions = make_plan(case, strategy, rng if seed % 3 else None)
     verify(plan, case.flow)
     memory = bind_memory(case.flow, plan, case.sizes)
     classes = rng.sample(list(MUTATIONS), len(MUTATIONS))
@@ -247,8 +264,9 @@ def _progress(title: str, items: Iterator[Tally], total: int, quiet: bool) -> It
 def report(tally: Tally, elapsed_s: float) -> str:
     c = tally.counts
     lines = [
-        f"{c['flows']:,} flows ({c['ops']:,} ops), {c['plans']:,} plans ({c['launches']:,} launches, {c['waits']:,} waits, "
-        f"{c['replacements']:,} replacements), {c['runs']:,} runs compared bit by bit",
+        f"{c['flows']:,} flows ({c['ops']:,} ops), {c['plans']:,} plans and {c['fused plans']:,} fused ones ({c['launches']:,} launches, "
+        f"{c['fused']:,} of them fused, {c['waits']:,} waits, {c['replacements']:,} replacements, {c['internal']:,} internal and "
+        f"{c['loose']:,} loose values), {c['runs']:,} runs compared bit by bit",
         "",
         f"{'mutants':<44}{'made':>7}{'wrong':>7}{'refused':>9}{'accepted':>10}{'missed':>8}   refused, not shown wrong",
     ]

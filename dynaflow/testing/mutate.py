@@ -73,7 +73,7 @@ def _choose(rng: random.Random, items: list[int]) -> int | None:
 
 def _plain(plan: Plan) -> list[int]:
     """Launches of one op, without a replacement."""
-    return [i for i in _at(plan, Launch) if not _step(plan, i).replace]
+    return [i for i in _at(plan, Launch) if not _step(plan, i).is_group]
 
 
 def _call(plan: Plan, at: int) -> tuple[str, Part]:

@@ -5,6 +5,7 @@ caller: his work before the plan and his work after it are instructions of his s
 
     a result differs from the program's          (rows that were never written are poison)
     a launch raises, or writes outside its memory
+    memory that was dropped goes to another launch, and somebody still reads it
     every stream waits                           (deadlock)
     a launch runs before the caller's work is done, or after he went on
     two interleavings use a process group in different order     (two ranks could wait for each other)
@@ -25,7 +26,9 @@ import torch
 from dynaflow.errors import BatchTooSmall
 from dynaflow.ir import CALLER, Launch, Plan, Record
 from dynaflow.memory import Memory
-from dynaflow.runtime.program import LAUNCH, Bound, Call, bind
+from dynaflow.runtime.binder import bind
+from dynaflow.runtime.loose import overwrite, recycled
+from dynaflow.runtime.program import LAUNCH, Bound, Call
 from dynaflow.testing.flows import Case
 
 BEFORE, AFTER, RUN, RECORDED, WAITING = range(5)
@@ -60,10 +63,12 @@ def run_once(
     """What went wrong (or nothing), and per process group the calls that used it, in the order in which they ran."""
     inputs = case.inputs()
     try:
-        tensors, outputs = bound.tensors(inputs, poison=True)
+        tensors = bound.tensors(inputs, poison=True)
     except Exception as error:
         return f"its memory cannot be made: {type(error).__name__}: {error}", {}
     queues = _queues(plan, bound)
+    launches = plan.launches
+    dropped = {id(launches[k]): views for k, views in recycled(bound).items()}
     groups = {op.name: [t for t in op.uses if t.startswith("group:")] for op in case.flow.ops}
     used: dict[str, list[str]] = {}
     recorded: set[int] = set()
@@ -81,6 +86,7 @@ def run_once(
             if is_after:
                 return f"'{launch.label}' ran after the caller went on", used
             try:
+                overwrite(tensors, dropped.get(id(launch), ()))
                 _run(what, tensors)
             except Exception as error:
                 return f"'{launch.label}' raised {type(error).__name__}: {error}", used
@@ -93,6 +99,7 @@ def run_once(
             is_before = False
         elif code == AFTER:
             is_after = True
+            outputs = bound.results(tensors)
             for name, tensor in expected.items():
                 found = outputs.get(name, inputs.get(name))
                 if found is None or not torch.equal(found, tensor):
@@ -103,8 +110,8 @@ def run_once(
 def _run(call: Call, tensors: list[Any]) -> None:
     """A kernel may write any of its outputs before it has read all of its inputs."""
     for out in call.outs:
-        if out >= 0:
-            tensors[out].fill_(-1)
+        if tensors[out.view] is not None:
+            tensors[out.view].fill_(-1)
     call(tensors)
 
 

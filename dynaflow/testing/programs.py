@@ -2,6 +2,7 @@
 
     program = random_program(7); print(program.source); model = program.model(); args, kwargs = program.inputs(8)
     python -m dynaflow.testing.programs --programs 200
+    python -m dynaflow.testing.programs --programs 20 --compiler inductor       # units compiled: minutes
 
 A program is a tree of modules over inputs [B, ...] (or [S, B, ...]), parameters and buffers. It is valid in eager mode for every
 batch size, and deterministic. Whatever decides by comparison (a mask, an argmax) is computed exactly, so that no rounding flips it.
@@ -254,26 +255,38 @@ class _Kept(CapturedGraph):
         self._serial.clear()
 
 
-def check_program(program: Program, tally: Tally) -> None:
+def _ways_to_run(seed: int, rng: random.Random, compiler: str) -> list[tuple[Strategy, str, int]]:
+    """(strategy, runtime, calls per size). Compiling takes seconds: two strategies per program. What is recorded is recorded by the
+    second call and replayed by the third; whether anything is recorded is decided at capture."""
+    strategies: list[Strategy] = [df.TwoBatch(), df.NanoBatch(3), df.Branches(3), RandomStrategy(seed)]
+    fakes = ["fake:lazy", "fake:greedy", f"fake:{seed}", f"fake:{seed + 1}", "threads"]
+    if compiler == "eager":
+        return [(strategy, rng.choice(fakes), 1) for strategy in strategies]
+    # Sequential last: a graph that is captured under it is never planned
+    strategies = sorted(rng.sample([df.Sequential(), *strategies], 2), key=lambda s: isinstance(s, df.Sequential))
+    if rng.random() < 0.3:
+        return [(strategy, "graph", 3) for strategy in strategies]
+    return [(strategy, rng.choice(["auto", "serial", *fakes]), 1) for strategy in strategies]
+
+
+def check_program(program: Program, tally: Tally, compiler: str = "eager") -> None:
     rng = random.Random(program.seed)
     model = program.model()
     torch._dynamo.reset()
-    settings = read_settings(strategy="two_batch", partition=program.partition, batch=program.batch)
+    settings = read_settings(strategy="two_batch", partition=program.partition, batch=program.batch, compiler=compiler)
     fast, stats = Compiled(model, settings, _Kept), settings.stats
     sizes = list(BATCH_SIZES)
     if rng.random() < 0.3:
         rng.shuffle(sizes)
-    strategies: list[Strategy] = [df.TwoBatch(), df.NanoBatch(3), df.Branches(3), RandomStrategy(program.seed)]
-    for strategy in strategies:
-        settings.runtime = rng.choice(["fake:lazy", "fake:greedy", f"fake:{program.seed}", f"fake:{program.seed + 1}", "threads"])
-        settings.strategy = strategy
+    for strategy, runtime, num_calls in _ways_to_run(program.seed, rng, compiler):
+        settings.runtime, settings.strategy = runtime, strategy
         for graph in settings.graphs:
             graph.forget()
-        for n in sizes:
+        for n in (n for n in sizes for _ in range(num_calls)):
             problem = check_call(program, model, fast, n)
             tally.counts["runs"] += 1
             if problem:
-                name = f"{type(strategy).__name__} on {settings.runtime}, batch {n}"
+                name = f"{type(strategy).__name__} on {runtime}, batch {n}"
                 tally.violations.append(f"program {program.seed}, {name}: {problem}")
                 break
     is_split, is_planned = stats.num_part_launches > 0, stats.planned_calls > 0
@@ -309,14 +322,14 @@ def check_call(program: Program, model: nn.Module, fast: Any, batch_size: int) -
     return problem and f"after the outputs were changed in place: {problem}"
 
 
-def check_many(seeds: Iterable[int], show: bool = False) -> Tally:
+def check_many(seeds: Iterable[int], show: bool = False, compiler: str = "eager") -> Tally:
     tally = Tally()
     for seed in seeds:
         program = random_program(seed)
         if show:
             print(f"# program {seed}: batch={program.batch}, partition={program.partition}, layouts={program.layouts}\n{program.source}")
         if is_valid(program):
-            check_program(program, tally)
+            check_program(program, tally, compiler)
         else:
             tally.counts["invalid"] += 1
     torch._dynamo.reset()
@@ -327,10 +340,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dynaflow.testing.programs", description="random torch programs against eager mode")
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--show", action="store_true", help="print the source of every program")
     options = parser.parse_args(argv)
     logging.getLogger("dynaflow").setLevel(logging.ERROR)  # fall backs are counted
-    tally = check_many(range(options.seed, options.seed + options.programs), options.show)
+    tally = check_many(range(options.seed, options.seed + options.programs), options.show, options.compiler)
     print(tally)
     return 1 if tally.violations else 0
 

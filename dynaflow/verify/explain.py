@@ -94,6 +94,12 @@ def conflict(
     a, b = launch_at(plan, first), launch_at(plan, last)
     region = _region(plan, flow, op_last, last, storage)
     verb_first, verb_last = _verb(flow, op_first, storage), _verb(flow, op_last, storage)
+    if first == last:
+        return errors.WrongOrder(
+            f"in '{b.label}' on {b.stream}, {flow.ops[op_last].name} {verb_last} what {flow.ops[op_first].name} {verb_first}, "
+            "and comes too late.", where=b.where, region=region,
+            why=f"in the program, {flow.ops[op_last].name} comes before {flow.ops[op_first].name}",
+            fix="list the calls in the order of the program")  # fmt: skip
     if clock[stream_at[earlier]] < earlier:
         gerund = {"reads": "reading", "writes": "writing", "uses": "using"}[verb_first]
         return errors.PlanRace(
@@ -125,15 +131,15 @@ def shared(plan: Plan, flow: Flow, indexed: Indexed, earlier: int, now: int, sto
 def shared_inside(plan: Plan, flow: Flow, launch: Launch, one: int, other: int) -> errors.LiveOverlap:
     return errors.LiveOverlap(
         f"'{launch.label}' uses '{flow.storages[one]}' and '{flow.storages[other]}', which share memory.", where=launch.where,
-        region=_slot(plan, flow, one), why="one function may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
+        region=_slot(plan, flow, one), why="one unit may read its inputs until its end", fix="df.place(flow, plan) keeps them apart",
     )
 
 
 def half_made(launch: Launch, value: str, reader: str) -> errors.MalformedPlan:
     return errors.MalformedPlan(
         f"'{launch.label}' makes only some of the rows of '{value}' that '{reader}' in it reads.", where=launch.where,
-        why="what is made inside a replacement is no input of its function, and the other rows are made outside",
-        fix="put all parts that make these rows into the replacement, or none")  # fmt: skip
+        why="what is made inside a launch is no input of it, and the other rows are made outside",
+        fix="put all parts that make these rows into the launch, or none")  # fmt: skip
 
 
 def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: int) -> errors.LiveOverlap:

@@ -2,8 +2,8 @@
 
 Contract: a plan that passes gives the same result under every interleaving that its streams and waits allow, for every size.
 
-Every call has a time (its number in host order, from 1). A clock is a list: per stream, the time of the last call there that
-is known to be over. Time 0 is the caller's own work before the plan, on the caller's stream.
+Every call has a time (its number in host order, from 1; the calls of one launch follow each other). A clock is a list: per stream,
+the time of the last call there that is known to be over. Time 0 is the caller's own work before the plan, on the caller's stream.
 
 1. Launch: the stream must know time 0 (it started after the caller). Then, per storage that the op touches:
 2.   read: after the last write of those rows, which an earlier op (in program order) must have made;
@@ -50,7 +50,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     behind: list[dict[int, int]] = [{} for _ in owner]
 
     if indexed.num_calls > indexed.num_launches:
-        _check_replacements(plan, flow, indexed)
+        _check_groups(plan, flow, indexed)
     now = 0
     for s, op, p in steps:
         clock = clocks[s]
@@ -129,8 +129,10 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     return sum(clocks[s][s] > 0 for s in range(num_streams))
 
 
-def _check_replacements(plan: Plan, flow: Flow, indexed: Indexed) -> None:
-    """What a replacement touches shares no slot: it may read its inputs until its end. What it makes, it makes for all its readers."""
+def _check_groups(plan: Plan, flow: Flow, indexed: Indexed) -> None:
+    """Launches of several calls, fused or replaced. What one touches shares no slot: it may read its inputs until its end, and write
+    its outputs from its beginning. What it makes, it makes for all its readers. That its calls are listed in the order of the program
+    is checked with all others: each call has its own time."""
     rows_of = dict(zip(indexed.parts, indexed.rows))
     for launch in plan.launches:
         if len(launch.calls) == 1:

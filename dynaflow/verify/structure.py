@@ -4,8 +4,9 @@ Contract: `index(plan, flow)` returns the plan as small integers, which the othe
 
 1. Names: the plan is of this flow; streams are declared once; ops, streams and events exist.
 2. Events: recorded once, and before (in host order) anything waits for them.
-3. Parts: no op that mixes the batch is split; each op's parts tile the batch.
-4. Slots: every temporary has exactly one slot, unless it never leaves a replacement; nothing else has one.
+3. Parts: no op that mixes the batch is split; each op's parts tile the batch; a fused launch is over one part.
+4. Slots: every temporary has exactly one slot, unless it never leaves a launch of several calls, or is loose; nothing else has one.
+   What is loose may be (`loose.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from dynaflow import errors
 from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, Wait, tiles
+from dynaflow.verify.loose import PLACE, check_loose
 
 RECORD, WAIT = -1, -2
 
@@ -67,8 +69,10 @@ def index(plan: Plan, flow: Flow) -> Indexed:
             if kind is Launch:
                 calls = step.calls
                 if len(calls) != 1:
-                    if not calls or not step.replace:
-                        raise _no_function(step)
+                    if not calls:
+                        raise errors.MalformedPlan(f"a launch on {step.stream} calls nothing.", where=step.where, fix="remove it")
+                    if not step.replace and any(part != calls[0][1] for _, part in calls):
+                        raise _several_parts(step)
                 for name, part in calls:
                     op = op_index[name]
                     p = part_index.get(part)
@@ -159,8 +163,9 @@ def _slots(plan: Plan, flow: Flow, rows_of: dict[Part, tuple[int, ...]]) -> tupl
             slot_of[storage] = number
             num_placed += 1
             num_in[number] += 1
-    if num_placed < len(temporary):
-        _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0}, rows_of)
+    if num_placed < len(temporary) or plan.loose:
+        loose = check_loose(plan, flow, seen, rows_of) if plan.loose else set()
+        _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0 and s not in loose}, rows_of)
     return [number if number >= 0 and num_in[number] > 1 else -1 for number in slot_of], len(num_in)
 
 
@@ -173,7 +178,7 @@ def _temporary(flow: Flow) -> frozenset[int]:
 
 
 def _without_slot(plan: Plan, flow: Flow, storages: set[int], rows_of: dict[Part, tuple[int, ...]]) -> None:
-    """A temporary needs no memory where every launch that touches it is a replacement that makes all the rows that it reads."""
+    """A temporary needs no memory where every launch that touches it is a group that makes all the rows that it reads."""
     for launch in plan.launches:
         made: dict[str, set[int]] = {}
         for name, part in launch.calls:
@@ -181,12 +186,12 @@ def _without_slot(plan: Plan, flow: Flow, storages: set[int], rows_of: dict[Part
             for value in (*op.reads, *op.mutates, *op.writes):
                 if flow.storage_index[flow.value[value].storage] not in storages:
                     continue
-                if launch.replace and value in op.writes:
+                if launch.is_group and value in op.writes:
                     made.setdefault(value, set()).update(rows_of[part])
                 elif value not in made or (flow.value[value].axis is not None and not made[value].issuperset(rows_of[part])):
                     raise errors.MalformedPlan(
                         f"'{value}' has no memory: no slot, and '{launch.label}' uses it.", where=launch.where,
-                        why="only what never leaves a replacement needs no slot", fix="df.place(flow, plan) gives the slots")  # fmt: skip
+                        why="only what never leaves its launch, or is loose, needs no slot", fix=PLACE)  # fmt: skip
 
 
 def _bad_slot(plan: Plan, flow: Flow, name: str, slot: int) -> errors.MalformedPlan:
@@ -201,7 +206,7 @@ def _bad_slot(plan: Plan, flow: Flow, name: str, slot: int) -> errors.MalformedP
         what, why = f"'{name}' has slot {slot}.", f"it is the same memory as storage '{value.storage}', which lies elsewhere"
     else:
         what, why = f"'{name}' has slot {slot}.", f"it is no temporary but of role '{value.role}', with memory of its own"
-    return errors.MalformedPlan(what, why=why, fix="df.place(flow, plan) gives the slots")
+    return errors.MalformedPlan(what, why=why, fix=PLACE)
 
 
 # ---------------------------------------------------------------------------- what was wrong
@@ -215,11 +220,11 @@ def _new_part(part: Part, number: int, step: Launch) -> int:
     return number
 
 
-def _no_function(step: Launch) -> errors.MalformedPlan:
-    names = ", ".join(name for name, _ in step.calls) or "nothing"
+def _several_parts(step: Launch) -> errors.MalformedPlan:
+    (first, part), (other, another) = step.calls[0], next(call for call in step.calls if call[1] != step.calls[0][1])
     return errors.MalformedPlan(
-        f"a launch on {step.stream} calls {names} without a function that stands in for them.", where=step.where,
-        fix="one op per launch; or replace=fn")  # fmt: skip
+        f"a launch on {step.stream} fuses '{first} {part}".rstrip() + f"' and '{other} {another}".rstrip() + "'.", where=step.where,
+        why="fused ops run over one part", fix="launch them by themselves, or put a function in their place (replace=fn)")  # fmt: skip
 
 
 def _doubled(plan: Plan, at: int, name: str, part: Part) -> errors.OpDoubled:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from typing import Any
 
-from dynaflow.ir import Plan
+from dynaflow.ir import Launch, Part, Plan
 
 MAX_EXAMPLES = 2
 
@@ -22,14 +23,17 @@ def diff(a: Plan, b: Plan) -> str:
 
 
 def summary(a: Plan, b: Plan) -> str:
-    """One line: launches added, removed, moved, reordered; waits; streams; memory."""
+    """One line: launches added, removed, moved, regrouped (fused), reordered; waits; streams; memory."""
     told = []
     if a.flow != b.flow:
         told.append(f"another flow ({a.flow} -> {b.flow})")
     added, removed, moved = _launches(a, b)
-    for count, word in ((added, "added"), (removed, "removed")):
-        if count:
-            told.append(_listed(len(count), word, count))
+    if added and removed and _calls(added) == _calls(removed):
+        told.append(_listed(len(removed), f"regrouped into {len(added)}", [launch.label for launch in added]))
+    else:
+        for launches, word in ((added, "added"), (removed, "removed")):
+            if launches:
+                told.append(_listed(len(launches), word, [launch.label for launch in launches]))
     if moved:
         told.append(_listed(len(moved), "moved", [f"{label}: {old} -> {new}" for label, old, new in moved]))
     if not (added or removed or moved) and a.launches != b.launches:
@@ -41,6 +45,8 @@ def summary(a: Plan, b: Plan) -> str:
         told.append(f"streams {' '.join(streams)}")
     if a.slots != b.slots:
         told.append(f"memory slots {len({s for _, s in a.slots})} -> {len({s for _, s in b.slots})}")
+    if a.loose != b.loose:
+        told.append(f"loose values {len(a.loose)} -> {len(b.loose)}" if len(a.loose) != len(b.loose) else "other loose values")
     if a.context != b.context:
         told.append("another context")
     if a.reason != b.reason:
@@ -48,20 +54,23 @@ def summary(a: Plan, b: Plan) -> str:
     return "; ".join(told) if told else "records differ"
 
 
-def _launches(a: Plan, b: Plan) -> tuple[list[str], list[str], list[tuple[str, str, str]]]:
-    """Labels that only b has, that only a has, and those of both that changed their stream."""
-    old = Counter((launch.label, launch.stream) for launch in a.launches)
-    new = Counter((launch.label, launch.stream) for launch in b.launches)
-    gone: dict[str, list[str]] = {}
-    for label, stream in (old - new).elements():
-        gone.setdefault(label, []).append(stream)
+def _launches(a: Plan, b: Plan) -> tuple[list[Launch], list[Launch], list[tuple[str, str, str]]]:
+    """Launches that only b has, that only a has, and (label, old stream, new stream) of those of both that changed their stream."""
+    old, new = Counter(a.launches), Counter(b.launches)
+    gone: dict[tuple[Any, ...], list[Launch]] = {}
+    for launch in (old - new).elements():
+        gone.setdefault((launch.calls, launch.replace), []).append(launch)
     added, moved = [], []
-    for label, stream in (new - old).elements():
-        if gone.get(label):
-            moved.append((label, gone[label].pop(0), stream))
+    for launch in (new - old).elements():
+        if same := gone.get((launch.calls, launch.replace)):
+            moved.append((launch.label, same.pop(0).stream, launch.stream))
         else:
-            added.append(label)
-    return added, [label for label, streams in gone.items() for _ in streams], moved
+            added.append(launch)
+    return added, [launch for launches in gone.values() for launch in launches], moved
+
+
+def _calls(launches: list[Launch]) -> Counter[tuple[str, Part]]:
+    return Counter(call for launch in launches for call in launch.calls)
 
 
 def _listed(count: int, word: str, examples: list[str]) -> str:

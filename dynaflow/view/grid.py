@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from dynaflow.ir import CALLER, Launch, Part, Plan, Record
 
 MAX_CELL = 64
+# fused ops are all named up to here
+MAX_FUSED = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +152,15 @@ def _cell(cell: Cell, names: dict[str, str]) -> str:
 
 
 def launch_label(launch: Launch, names: dict[str, str] | None = None) -> str:
-    """`L0.attn 1/2`; a replacement reads `fused[L0.ar, L0.norm] 1/2`."""
+    """`L0.attn 1/2`; fused `[L0.attn, L0.mlp] 1/2` or `[L0.attn..L3.mlp, 12 ops] 1/2`; a replacement `fn[L0.ar, L0.norm] 1/2`."""
     names = names or {}
     ops = [names.get(op, op) for op, _ in launch.calls]
     parts = [part for _, part in launch.calls]
     if not launch.replace:
-        return _with_part(ops[0], parts[0])
+        if len(ops) == 1:
+            return _with_part(ops[0], parts[0])
+        listed = ", ".join(ops)
+        return _with_part(f"[{listed}]" if len(listed) <= MAX_FUSED else f"[{ops[0]}..{ops[-1]}, {len(ops)} ops]", parts[0])
     function = launch.replace.rsplit(".", 1)[-1]
     if len(set(parts)) == 1:
         return _with_part(f"{function}[{', '.join(ops)}]", parts[0])

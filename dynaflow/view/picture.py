@@ -59,6 +59,11 @@ def split_label(label: str) -> tuple[str, str]:
     return (match["op"], match["part"]) if match else (label, "")
 
 
+def _ends(op: str) -> list[str]:
+    """The first and the last of fused ops: `layers.0.attn..layers.0.mlp`; an op alone is itself."""
+    return op.split("..")
+
+
 def part_colours(timelines: Sequence[Timeline]) -> dict[str, str]:
     """A colour per part, by its place in its own split: 0/2 and 0/4 look the same."""
     parts = dict.fromkeys(split_label(s.label)[1] for t in timelines for s in t.spans)
@@ -78,7 +83,7 @@ def _first_row(part: str) -> int:
 
 
 def _draw(axis: Any, timeline: Timeline, colours: dict[str, str], character_us: float, subtitle: str) -> None:
-    names, _ = short_names(dict.fromkeys(split_label(s.label)[0] for s in timeline.spans))
+    names, _ = short_names(dict.fromkeys(name for s in timeline.spans for name in _ends(split_label(s.label)[0])))
     rows = {stream: i for i, stream in enumerate(timeline.streams)}
     for span in timeline.spans:
         _draw_span(axis, span, span.start_us - timeline.start_us, rows[span.stream], colours, names, character_us)
@@ -101,7 +106,7 @@ def _draw_span(axis: Any, span: Span, start: float, row: int, colours: dict[str,
     length = span.end_us - span.start_us
     hatch = "////" if span.kind == "network" else None
     axis.barh(row, length, left=start, height=LANE_HEIGHT, color=colours[part], edgecolor="white", linewidth=0.5, hatch=hatch)
-    short = names.get(op, op)
+    short = "..".join(names[name] for name in _ends(op))
     word = short.rsplit(".", 1)[-1]
     for text in (f"{short} {part}".rstrip(), short, "" if word.isdigit() else word):
         if text and (len(text) + 1) * character_us <= length:

@@ -1,8 +1,10 @@
 """What is captured, how often, and what df.compile returns: a twin of the module, a function, a method, a backend."""
 
 import copy
+import inspect
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -282,14 +284,264 @@ def test_many_threads_may_call_first():
     assert len(results) == 12 and df.stats(fast).captures == 1
 
 
-def test_hooks_that_are_registered_later_run():
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hidden = [nn.Linear(4, 4)]
+
+    def forward(self, x):
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.hidden[0](self.b(y)) + 1
+
+
+def double(module, args, output):
+    return output * 2
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Broken], ids=["whole", "graph break"])
+def test_hooks_that_are_registered_later_run(make):
+    model = make()
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    before = fast(x)
+    inner = next(model.children())
+    for module in (model, inner, *getattr(model, "hidden", ())):
+        handle = module.register_forward_hook(double)
+        torch.testing.assert_close(fast(x), model(x))
+        assert not torch.equal(fast(x), before)
+        handle.remove()
+        torch.testing.assert_close(fast(x), before)
+    handles = [
+        inner.register_forward_pre_hook(lambda mod, args: (args[0] + 1,)),
+        inner.register_forward_pre_hook(lambda mod, args, kwargs: ((args[0] * 3,), kwargs), with_kwargs=True),
+        inner.register_forward_hook(lambda mod, args, kwargs, out: out - 1, with_kwargs=True, always_call=True),
+        nn.modules.module.register_module_forward_hook(lambda mod, args, out: out * 2),
+    ]
+    while handles:
+        torch.testing.assert_close(fast(x), model(x))
+        assert not torch.allclose(fast(x), before)
+        handles.pop().remove()
+    torch.testing.assert_close(fast(x), before)
+
+
+def test_a_hook_that_comes_and_goes_is_captured_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    plain = fast(x)
+    for _ in range(20):  # more often than Dynamo's recompile limit
+        handle = model[0].register_forward_hook(lambda mod, args, out: out * 2)
+        torch.testing.assert_close(fast(x), model(x))
+        handle.remove()
+        assert torch.equal(fast(x), plain)
+    stats = df.stats(fast)
+    assert stats.captures == 2 and stats.plans == 2 and stats.planned_calls == stats.calls == 41
+
+
+def test_captures_of_old_hook_states_are_dropped(monkeypatch):
+    import gc
+
+    from dynaflow import capture
+
+    monkeypatch.setattr(capture, "MAX_HOOK_STATES", 2)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    made = []
+
+    class Kept(capture.CapturedGraph):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    fast = capture.Compiled(model, capture.read_settings(strategy=df.TwoBatch(), strict=True), Kept)
+    x = torch.randn(6, 4)
+    for module in model:
+        handle = module.register_forward_hook(double)
+        torch.testing.assert_close(fast(x), model(x))
+        handle.remove()
+    torch._dynamo.utils.clear_compilation_metrics()
+    gc.collect()
+    assert len(made) == 4 and [ref() is None for ref in made] == [True, True, False, False]
+
+
+def test_hooks_elsewhere_cost_no_capture_and_no_guards():
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    fast(x)
+    other.register_forward_hook(double)
+    with torch.enable_grad():
+        torch.ones(2, requires_grad=True).register_hook(lambda grad: grad)
+    fast(x)
+    assert df.stats(fast).captures == 1
+    assert torch._dynamo.config.skip_nnmodule_hook_guards, "torch's default"
+
+
+def test_hooks_of_modules_that_a_function_uses():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(6, 4)
+    for function in (lambda x: model(x) + 1, model.forward):
+        fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+        before = fast(x)
+        handle = model[0].register_forward_hook(double)
+        torch.testing.assert_close(fast(x), function(x))
+        handle.remove()
+        torch.testing.assert_close(fast(x), before)
+
+
+def test_forward_may_be_replaced_on_an_instance():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
     x = torch.randn(6, 4)
     before = fast(x)
-    for module in (model, model[0]):
-        handle = module.register_forward_hook(lambda mod, args, out: out * 2)
-        torch.testing.assert_close(fast(x), model(x))
-        assert not torch.equal(fast(x), before)
-        handle.remove()
-    torch.testing.assert_close(fast(x), before)
+    model[0].forward = lambda x: x * 7
+    torch.testing.assert_close(fast(x), model(x))
+    assert not torch.allclose(fast(x), before)
+    del model[0].forward
+    assert torch.equal(fast(x), before)
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("note", "__secret")
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.note, self.__secret = "first", 1
+
+    def secret(self):
+        return self.__secret
+
+
+def test_slots_are_the_models_own():
+    model = Slotted()
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    assert fast.note == "first" and fast.secret() == 1
+    fast.note = "second"
+    assert model.note == "second"
+    del model.note
+    assert not hasattr(fast, "note")
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+class Doubling(nn.Linear):
+    def forward(self, x, *, bias=0.0):
+        return super().forward(x) * 2 + bias
+
+    def generate(self, x):
+        return self.forward(self(x), bias=1.0)
+
+
+def test_forward_of_the_twin_is_compiled():
+    model = Doubling(4, 4)
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(fast.forward(x, bias=2.0), model.forward(x, bias=2.0))
+    assert df.stats(fast).planned_calls == 1 and df.stats(fast).num_part_launches > 0
+    torch.testing.assert_close(fast.generate(x), model.generate(x))
+    assert df.stats(fast).planned_calls == 3
+    assert inspect.signature(fast.forward) == inspect.signature(model.forward)
+    model.register_forward_hook(double)
+    torch.testing.assert_close(fast.forward(x), model.forward(x))  # without hooks
+    torch.testing.assert_close(fast(x), model(x))
+    torch.testing.assert_close(Doubling.forward(fast, x), model.forward(x))
+    outer = df.compile(lambda x: fast.forward(x) + 1, strategy=df.TwoBatch(), strict=True)
+    torch.testing.assert_close(outer(x), model.forward(x) + 1)
+
+
+def test_what_only_returns_its_input_has_nothing_to_plan():
+    def maybe(x, flag):
+        return x + 1 if flag else x
+
+    fast = df.compile(maybe, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(1, 4)
+    for _ in range(2):
+        assert torch.equal(fast(x, False), x)
+    x = torch.randn(6, 4)
+    assert torch.equal(fast(x, True), x + 1) and df.stats(fast).planned_calls == 1, "Dynamo has not given up on it"
+    assert torch.equal(df.compile(nn.Identity(), strategy=df.TwoBatch(), strict=True)(x), x)
+    with torch.enable_grad():
+        x.requires_grad_()
+        assert fast(x, False) is x
+
+
+def test_rejects_a_call_that_dynamo_leaves_alone(caplog):
+    x = torch.randn(6, 4).to_sparse()
+    fast = df.compile(lambda x: x.to_dense() + 1, strategy=df.TwoBatch())
+    for _ in range(2):
+        assert torch.equal(fast(x), x.to_dense() + 1)
+    assert list(df.stats(fast).fallbacks.values()) == [2]
+    with pytest.raises(errors.FellBack, match="without capturing a graph"):
+        df.compile(lambda x: x.to_dense() + 1, strategy=df.TwoBatch(), strict=True)(x)
+
+
+def test_tensors_are_left_to_other_compilers_as_they_were():
+    x = torch.randn(6, 4)
+    fast = df.compile(torch.sin, strategy=df.TwoBatch(), strict=True)
+    for _ in range(2):
+        fast(x)
+    assert df.stats(fast).captures == 1 and not x.__dict__
+    assert torch.equal(torch.compile(torch.cos, backend="eager")(x), x.cos())
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize(("options", "with_grad", "captures"), [
+    # as torch.compile: one for the first size, one for all others
+    ({}, False, 2), ({"runtime": "graph"}, False, 2), ({"strategy": df.TwoBatch()}, True, 2), ({}, True, 2),
+    # the batch may be cut, or padded: one for all sizes
+    ({"strategy": df.TwoBatch()}, False, 1), ({"runtime": "graph", "buckets": "powers"}, False, 1),
+])  # fmt: skip
+def test_the_batch_is_marked_where_it_may_be_cut(options, with_grad, captures):
+    torch._dynamo.reset()  # it remembers which sizes have changed, per class
+    model = Halves()
+    fast = df.compile(model, **options)
+    with torch.set_grad_enabled(with_grad):
+        for rows in (4, 6, 9):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(fast(x), model(x))
+            assert not x.__dict__, "the marks are gone"
+    assert df.stats(fast).captures == captures
+    if with_grad:
+        with torch.enable_grad():
+            x, weight = torch.randn(4, 3), model.layer.weight
+            torch.testing.assert_close(*(torch.autograd.grad(f(x).sum(), weight) for f in (fast, model)))
+
+
+def test_explain_cuts_the_batch_of_a_model_with_gradients():
+    with torch.enable_grad():
+        plan = df.explain(Halves(), (torch.randn(6, 3),), df.TwoBatch()).plan
+    assert any(not part.is_whole for launch in plan.launches for _, part in launch.calls)
+
+
+def test_sizes_of_another_model_are_not_this_one_s():
+    """Dynamo makes a dim dynamic that has changed, and knows it by the name of the code: each model has its own."""
+
+    class Other(Halves):
+        pass
+
+    torch._dynamo.reset()
+    functions = [
+        lambda x: x * 2,
+        lambda x: x.sin(),
+        Halves(),
+        Other(),
+        Other().forward,
+    ]
+    for function in functions:
+        fast = df.compile(function)
+        fast(torch.randn(4, 3))
+        fast(torch.randn(6, 3))
+        assert df.stats(fast).captures == 2
+    again = df.compile(Other())  # as with torch.compile: another instance of a class that has seen both
+    again(torch.randn(5, 3))
+    again(torch.randn(7, 3))
+    assert df.stats(again).captures == 1

@@ -1,6 +1,7 @@
 """An unmodified model under plans: what a user passes in, what comes back, and what stays as it was."""
 
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -408,3 +409,85 @@ def test_explain_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     df.explain(lambda x: torch.rand_like(x) + x, torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), df.TwoBatch())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Scaled(df.Strategy):
+    """Every part of relu by a partial of its own."""
+
+    def schedule(self, flow):
+        flow.split(2)
+        while ready := flow.get_ready_ops():
+            for r in ready:
+                by = functools.partial(scaled_relu, by=float(r.part.lo + 1))
+                flow.execute([r], replace=by if r.name == "relu" else None)
+
+
+def scaled_relu(x, by):
+    return torch.relu(x) * by
+
+
+class Unnamed(df.Strategy):
+    """Every part of relu by a function of its own, all of one name."""
+
+    def schedule(self, flow):
+        flow.split(2)
+        while ready := flow.get_ready_ops():
+            for r in ready:
+                factor = float(r.part.lo + 1)
+                flow.execute([r], replace=(lambda x, by=factor: torch.relu(x) * by) if r.name == "relu" else None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [(Scaled(), ["test_engine.scaled_relu(by=1.0)[relu 0/2]", "test_engine.scaled_relu(by=2.0)[relu 1/2]"]),
+     (Unnamed(), ["Unnamed.schedule.lambda[relu 0/2]", "Unnamed.schedule.lambda.1[relu 1/2]"])],
+    ids=["partials", "one name"],
+)  # fmt: skip
+def test_replacements_have_names_of_their_own(strategy, names):
+    rules = [df.SplitFunc(torch.relu)]
+    x = torch.randn(6, 3)
+    fast = df.compile(lambda x: torch.relu(x) + 1, strategy=strategy, partition=rules, strict=True)
+    assert_same(fast(x), torch.relu(x) * torch.tensor([1.0, 2.0]).repeat_interleave(3)[:, None] + 1)
+    plans = [df.explain(lambda x: torch.relu(x) + 1, x, strategy, partition=rules).plan for _ in range(2)]
+    assert str(plans[0]) == str(plans[1]) and df.Plan.parse(str(plans[0])) == plans[0]
+    assert all(name in str(plans[0]) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["mkldnn", "quantised"])
+def test_tensors_that_cannot_be_placed_fall_back(kind, caplog):
+    x = torch.randn(6, 4)
+    x = x.to_mkldnn() if kind == "mkldnn" else x
+
+    def function(x):
+        if kind == "mkldnn":
+            return torch.relu(x).to_dense() + 1
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize() + 1
+
+    fast = df.compile(function, strategy=df.TwoBatch())
+    with caplog.at_level(logging.WARNING, "dynaflow"):
+        for _ in range(3):
+            assert torch.equal(fast(x), function(x))
+    # torch 2.11 does not capture quantised tensors at all
+    reasons = [reason for reason, count in df.stats(fast).fallbacks.items() if count == 3]
+    assert any(f"is {'an mkldnn tensor' if kind == 'mkldnn' else 'quantised'}" in r or "without capturing" in r for r in reasons)
+    said = [r.getMessage() for r in caplog.records if r.name == "dynaflow"]
+    assert len(said) == len(df.stats(fast).fallbacks), "each reason once"
+    with pytest.raises(errors.DynaFlowError):
+        df.compile(function, strategy=df.TwoBatch(), strict=True)(x)
+    if kind == "mkldnn":
+        assert torch.equal(df.compile(function, strict=True)(x), function(x)), "the sequential graph was asked for"
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["rows", "mixed"])
+def test_long_chains_of_views(mixes):
+    def function(x):
+        y = x * 2
+        if mixes:
+            y = y.flip(0)
+        for _ in range(600):
+            y = y[:, :]
+        return y + 1
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 4)
+    assert torch.equal(fast(x), function(x)) and df.stats(fast).num_part_launches > 0

@@ -16,7 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-def run(*command: str, cwd: Path = ROOT) -> str:
+def assert_runs(*command: str, cwd: Path = ROOT) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -25,7 +25,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
-    assert run(str(path)).rstrip().splitlines()[-1].startswith("equal to plain PyTorch")
+    assert assert_runs(str(path)).rstrip().splitlines()[-1].startswith("equal to plain PyTorch")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -40,7 +40,7 @@ def test_there_are_six():
 
 
 def test_demo(tmp_path):
-    told = run(str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path))
+    told = assert_runs(str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path))
     assert "bit-equal" in told and "left out" in told
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "demo.png").stat().st_size > 5000
@@ -55,7 +55,7 @@ def snippets(page: Path) -> str:
 def test_docs_snippets_run(page, tmp_path):
     # a file, not -c: torch reads the source of custom ops and of what it compiles
     (tmp_path / "page.py").write_text(snippets(page))
-    run(str(tmp_path / "page.py"))
+    assert_runs(str(tmp_path / "page.py"))
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)

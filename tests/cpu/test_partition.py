@@ -146,6 +146,12 @@ def test_rejects_what_is_no_rule():
         ops(Model(), "fine")
     with pytest.raises(errors.OptionError, match="unknown kind"):
         df.mark("x", kind="fast")
+    for rule in (lambda said: df.SplitModule("*.mlp", recordable=said), lambda said: df.SplitFunc(rotate, recordable=said),
+                 lambda said: df.mark("x", recordable=said)):  # fmt: skip
+        for wrong in (None, "no", 0):
+            with pytest.raises(errors.OptionError, match=f"recordable is {wrong!r}"):
+                rule(wrong)
+        rule(False), rule(True)
 
 
 def test_splittable_overrides_what_the_engine_sees():

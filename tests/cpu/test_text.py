@@ -22,6 +22,9 @@ calls = st.tuples(names, parts)
 launches = st.one_of(
     st.builds(lambda call, stream: Launch((call,), stream), calls, names),
     st.builds(lambda group, stream, fn: Launch(tuple(group), stream, fn), st.lists(calls, min_size=1, max_size=4), names, names),
+    # fused: over one part, and (refused, but printed and parsed) over several
+    st.builds(lambda ops, part, s: Launch(tuple((op, part) for op in ops), s), st.lists(names, min_size=2, max_size=5), parts, names),
+    st.builds(lambda group, stream: Launch(tuple(group), stream), st.lists(calls, min_size=2, max_size=4), names),
 )
 steps = st.one_of(launches, st.builds(Record, names, names), st.builds(Wait, names, names))
 plans = st.builds(
@@ -32,6 +35,7 @@ plans = st.builds(
     st.dictionaries(names, st.integers(0, 3), max_size=6).map(lambda d: tuple(sorted(d.items(), key=lambda item: item[1]))),
     st.lists(st.sampled_from(["batch_size >= 64", "tag.phase == 'decode'"]), max_size=2).map(tuple),
     st.sampled_from(["", "batch too small to split"]),
+    loose=st.lists(names, max_size=4).map(tuple),
 )
 
 
@@ -63,9 +67,13 @@ def test_tiles_rejects_a_gap_and_an_overlap():
         ("plan f\nlaunch a 3/2 @c", 2, 10, "a part lo:hi/of with 0 <= lo < hi <= of"),
         ("plan f\nlaunch a 1/2", 2, 13, "'@stream'"),
         ("plan f\nlaunch g[a 0/2; b] @c", 2, 15, "',' or ']'"),
+        ("plan f\nlaunch [a, b 0/2] 0/2 @c", 2, 19, "'@stream'"),
+        ("plan f\nlaunch g[a, b] 0/2 @c", 2, 16, "'@stream'"),
+        ("plan f\nlaunch [] @c", 2, 9, "an op"),
+        ("plan f\nloose @c", 2, 7, "a value"),
         ("plan f\nstream c priority=x", 2, 19, "a number"),
         ("plan f\nwait e0 @c extra", 2, 12, "the end of the line"),
-        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, stream, slot, launch, record or wait"),
+        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, stream, slot, loose, launch, record or wait"),
     ],
 )
 def test_rejects_what_does_not_parse(source, line, column, expected):
@@ -77,6 +85,15 @@ def test_rejects_what_does_not_parse(source, line, column, expected):
 def test_comments_and_blank_lines_are_skipped():
     plan = Plan.parse("# made by hand\nplan f\n\nstream c  # the only one\nlaunch a @c\n")
     assert plan == Plan("f", (Stream("c"),), (Launch((("a", WHOLE),), "c"),))
+
+
+def test_fused_launches_read_as_one_line():
+    plan = Plan.parse("plan f\nlaunch [a, b] 1/2 @caller\nlaunch [c, d, e] @caller\nlaunch [f 0/2, g 0/2] @caller\n")
+    half = Part(0, 1, 2)
+    assert plan.launches[0] == Launch((("a", Part(1, 2, 2)), ("b", Part(1, 2, 2))), "caller")
+    assert plan.launches[2] == Launch((("f", half), ("g", half)), "caller")
+    assert [launch.label for launch in plan.launches] == ["a..b 1/2", "c..e", "f..g 0/2"]
+    assert "launch [f, g] 0/2 @caller" in str(plan)
 
 
 def test_save_load_and_diff(tmp_path):

@@ -42,7 +42,7 @@ def _first_alias_only(self, node, seen):
 # hole -> where it is made, and the seed of a program that shows it (seeds mean other programs when the generator changes)
 HOLES = {
     "views that mix rows are not judged": ((Sources, "unsplittable", lambda self, node: self.facts.nodes[node].unsplittable), 2),
-    "only one in-place result is looked through": ((Sources, "_unsplittable", _first_alias_only), 2821),
+    "only one in-place result is looked through": ((Sources, "unsplittable", lambda self, n: _first_alias_only(self, n, set())), 2821),
     "copies of one row may be views": ((Sources, "may_alias", lambda self, node: False), 9),
     "dropout that is off is a copy": ((batching, "_DROPOUT", frozenset()), 514),
 }

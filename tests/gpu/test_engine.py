@@ -194,10 +194,11 @@ extern "C" __global__ void which_sm(int* out, int cycles) {
 """
 
 
-def test_streams_with_a_share_run_on_disjoint_sms():
+@pytest.mark.parametrize("runtime", ["auto", "graph"])
+def test_streams_with_a_share_run_on_disjoint_sms(runtime):
     kernel = torch.cuda._compile_kernel(WHICH_SM, "which_sm")
 
-    @torch.library.custom_op("dynaflow_gpu::which_sm", mutates_args=())
+    @torch.library.custom_op(f"dynaflow_gpu::which_sm_{runtime}", mutates_args=())
     def which_sm(x: torch.Tensor) -> torch.Tensor:
         out = torch.full((x.shape[0],), -1, dtype=torch.int32, device=x.device)
         kernel(grid=(x.shape[0], 1, 1), block=(1024, 1, 1), args=(out, 100_000))
@@ -207,7 +208,7 @@ def test_streams_with_a_share_run_on_disjoint_sms():
 
     class Probe(nn.Module):
         def forward(self, x):
-            return torch.ops.dynaflow_gpu.which_sm(x)
+            return which_sm(x)
 
     class Two(nn.Module):
         def __init__(self):
@@ -218,8 +219,9 @@ def test_streams_with_a_share_run_on_disjoint_sms():
             return self.near(x), self.far(x)
 
     total = torch.cuda.get_device_properties(0).multi_processor_count
-    fast = df.compile(Two(), strategy=Shares(16), partition=NEAR_FAR, strict=True)
-    near, far = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
+    fast = df.compile(Two(), strategy=Shares(16), partition=NEAR_FAR, strict=True, runtime=runtime)
+    for _ in range(4):  # with runtime="graph", the last ones are replays
+        near, far = (set(t.tolist()) for t in fast(torch.zeros(4096, 1, device=DEVICE)))
     print(f"few: {len(near)} SMs, rest: {len(far)} SMs, of {total}")
     assert len(near) == 16 and not near & far and len(far) > total // 2 and -1 not in near | far
 
@@ -294,12 +296,13 @@ def test_what_waits_for_the_device_cannot_be_recorded(caplog):
 
     waits.register_fake(lambda x: torch.empty_like(x))
     df.register_split_rule(torch.ops.dynaflow_gpu.waits, df.rowwise)
-    fast = df.compile(lambda x: torch.ops.dynaflow_gpu.waits(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="graph")
-    x = torch.randn(8, 4, device=DEVICE)
+    fast = df.compile(lambda x: torch.ops.dynaflow_gpu.waits(torch.sin(x)) * 2, strategy=df.TwoBatch(), strict=True, runtime="graph")
     with caplog.at_level("WARNING", "dynaflow"):
-        for _ in range(4):
-            assert torch.equal(fast(x), (x + 1) * 2)
-    assert sum("cannot be recorded" in r.getMessage() for r in caplog.records) == 1
+        for _ in range(5):
+            x = torch.randn(8, 4, device=DEVICE)
+            torch.testing.assert_close(fast(x), (torch.sin(x) + 1) * 2)
+    assert sum("launched between recordings" in r.getMessage() for r in caplog.records) == 1
+    assert torch.randn(3, device=DEVICE).isfinite().all(), "a capture that failed leaves the generator able to draw"
 
 
 def test_shares_hold_inside_a_recording():

@@ -9,8 +9,9 @@ from dynaflow.errors import BatchTooSmall, ContextMismatch, OptionError
 from dynaflow.ir import Flow, Op, Plan, Value
 from dynaflow.memory import place
 from dynaflow.runtime import fake, threads
+from dynaflow.runtime.binder import bind
 from dynaflow.runtime.lanes import Run, profile
-from dynaflow.runtime.program import Expr, Layout, Program, Unit, bind
+from dynaflow.runtime.program import Expr, Layout, Program, Unit
 from dynaflow.sync import synchronise
 
 CPU = torch.device("cpu")
@@ -82,10 +83,10 @@ def test_threads_overlap_for_real():
     flow, program = make((compute, network))
     bound = bind(plan_for(flow, TWO), program, {"s0": 4})
     x = torch.randn(4, 4)
-    tensors, outputs = bound.tensors({"x": x})
+    tensors = bound.tensors({"x": x})
     with profile() as profiled:
         threads.issue(bound, Run(bound, tensors))
-    assert torch.equal(outputs["b:0"], (x + 1) * 2)
+    assert torch.equal(bound.results(tensors)["b:0"], (x + 1) * 2)
     # a 1/2 sleeps while b 0/2 does; how long is the machine's business, that they are side by side is the plan's
     spans = {s.label: s for s in profiled.timeline.spans}
     assert spans["a 1/2"].start_us < spans["b 0/2"].end_us and spans["b 0/2"].start_us < spans["a 1/2"].end_us

@@ -240,6 +240,50 @@ def test_rejects_replacement_around_an_op_in_between():
     assert_refused(errors.WrongOrder, flow, forked("launch f.g[one, three] @a\nlaunch two @a"))
 
 
+# -- fused launches
+
+
+LINE = flow_of("input x\n one: x -> h\n two: h -> r\n three: r -> y\n output y")
+
+
+def test_accepts_fused_launch():
+    assert_accepted(LINE, forked("launch [one, two] @a\nlaunch three @a"), slots="slot 0 r")
+    assert_accepted(LINE, "launch [one, two, three] @caller", slots="")
+
+
+def test_rejects_swapped_calls_inside_a_fused_launch():
+    said = assert_refused(errors.WrongOrder, LINE, forked("launch [two, one] @a\nlaunch three @a"))
+    assert "in 'two..one' on a, one writes what two reads, and comes too late" in said
+
+
+def test_rejects_fused_launch_around_an_op_in_between():
+    assert_refused(errors.WrongOrder, LINE, forked("launch [one, three] @a\nlaunch two @a"))
+
+
+def test_rejects_race_of_a_fused_launch():
+    assert_refused(errors.PlanRace, LINE, forked("launch [one, two] @a\nlaunch three @b"), slots="slot 0 r")
+
+
+def test_rejects_fused_launch_across_the_wait_that_its_second_op_needs():
+    good = "launch one @b\nrecord e @b\nwait e @a\nlaunch [two, three] @a"
+    flow = flow_of("input x\n free: x -> z\n one: x -> h\n two: h -> r\n three: r -> y\n output y z")
+    assert_accepted(flow, forked("launch free @a\n" + good), slots="slot 0 h")
+    assert_refused(errors.PlanRace, flow, forked("launch [free, two] @a\nlaunch one @b\nrecord e @b\nwait e @a\nlaunch three @a"))
+
+
+def test_rejects_change_in_place_before_its_reader_in_a_fused_launch():
+    flow = flow_of("input x\n one: x -> h\n look: h -> y\n add: h!\n last: h -> z\n output y z")
+    assert_accepted(flow, "launch [one, look, add, last] @caller", slots="")
+    assert_refused(errors.WrongOrder, flow, "launch [one, add, look, last] @caller")
+
+
+def test_rejects_slot_shared_inside_a_fused_launch():
+    flow = flow_of("input x\n one: x -> h\n two: h -> r\n three: r -> s\n four: s -> y\n output y")
+    assert_accepted(flow, "launch one @caller\nlaunch two @caller\nlaunch three @caller\nlaunch four @caller", slots="slot 0 h s\nslot 1 r")
+    assert_refused(
+        errors.LiveOverlap, flow, "launch one @caller\nlaunch [two, three] @caller\nlaunch four @caller", slots="slot 0 h s\nslot 1 r")
+
+
 # -- start and end
 
 

@@ -155,11 +155,40 @@ def test_rejects_part_that_is_none():
         verify(replace(plan_of(), steps=steps), FLOW)
 
 
-def test_rejects_several_ops_without_a_function():
-    calls = (("scan", Part(0, 1, 1)), ("add", Part(0, 1, 1)))
-    steps = tuple(replace(s, calls=calls) if type(s) is Launch and s.label == "scan" else s for s in plan_of().steps)
-    with pytest.raises(errors.MalformedPlan, match="without a function"):
+def test_rejects_a_launch_of_nothing():
+    steps = tuple(replace(s, calls=()) if type(s) is Launch and s.label == "scan" else s for s in plan_of().steps)
+    with pytest.raises(errors.MalformedPlan, match="calls nothing"):
         verify(replace(plan_of(), steps=steps), FLOW)
+
+
+# -- fused launches
+
+FUSED = ("launch scan @compute\nlaunch add @compute", "launch [scan, add] @compute")
+
+
+def test_accepts_fused_launch_and_counts_it_once():
+    assert verify(plan_of(FUSED), FLOW).num_launches == 5
+
+
+def test_accepts_fused_launch_with_its_inner_value_in_no_slot():
+    verify(plan_of(("slot 2 s\n", ""), FUSED), FLOW)
+
+
+def test_rejects_inner_value_that_leaves_its_fused_launch():
+    assert "'r' has no memory" in assert_refused(errors.MalformedPlan, ("slot 1 r\n", ""), FUSED)
+
+
+def test_rejects_fused_launch_over_several_parts():
+    said = assert_refused(errors.MalformedPlan, ("launch scan @compute\nlaunch add @compute", "launch [scan, add 0/2] @compute"))
+    assert "fuses 'scan' and 'add 0/2'" in said
+
+
+def test_rejects_call_that_is_fused_and_launched():
+    assert "'add' is launched twice" in assert_refused(errors.OpDoubled, ("launch scan @compute", "launch [scan, add] @compute"))
+
+
+def test_rejects_fused_launch_without_one_of_its_calls():
+    assert "'add' is never launched" in assert_refused(errors.OpMissing, FUSED, ("[scan, add]", "[scan]"))
 
 
 # -- slots

@@ -41,6 +41,15 @@ def test_summary(old, new, told):
     assert summary(BASE, Plan.parse(TEXT.replace(old, new))) == told
 
 
+def test_summary_of_fused_launches():
+    fused = TEXT.replace("launch model.embed @compute\n", "").replace("model.layers.0.attn 0/2", "[model.embed, model.layers.0.attn]", 1)
+    alone = TEXT.replace("launch model.layers.0.attn 0/2", "launch model.layers.0.attn", 1)
+    assert summary(Plan.parse(alone), Plan.parse(fused)) == "2 launches regrouped into 1 (model.embed..model.layers.0.attn)"
+    other = fused.replace("slot 0", "loose a\nslot 0").replace("[model.embed, model", "[model.embed, more, model")
+    told = "1 launch added (model.embed..model.layers.0.attn); 1 launch removed (model.embed..model.layers.0.attn); loose values 0 -> 1"
+    assert summary(Plan.parse(fused), Plan.parse(other)) == told
+
+
 def test_summary_of_another_order():
     first, second = "launch model.layers.0.attn 0/2 @compute", "launch model.layers.0.attn 1/2 @compute"
     swapped = TEXT.replace(first, "<first>").replace(second, first).replace("<first>", second)

@@ -8,7 +8,7 @@ from dynaflow.ir import Plan
 from dynaflow.view.grid import cells, grid, short_names
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-NAMES = ("two_batch", "branches", "sequential")
+NAMES = ("two_batch", "branches", "sequential", "fused")
 
 
 def load(name: str) -> Plan:
@@ -74,6 +74,11 @@ def test_long_grids_lose_their_middle_only_when_asked():
     assert "95 steps left out" in short
     assert [f"L{i}.mlp" in short for i in (0, 1, 2, 3, 97, 98, 99)] == [True, True, True, False, False, True, True]
     assert grid(plan, max_rows=100) == plan.grid()
+
+
+def test_many_fused_ops_are_named_by_the_first_and_the_last():
+    plan = Plan.parse(f"plan f.0\nlaunch [{', '.join(f'layers.{i}.mlp' for i in range(50))}] 0/2 @caller\n")
+    assert "[L0.mlp..L49.mlp, 50 ops] 0/2" in plan.grid()
 
 
 def test_empty_plan():

@@ -7,6 +7,7 @@ pytest.importorskip("matplotlib")
 
 SEQUENTIAL = Timeline((Span("caller", "layers.0.attn", 0, 4000), Span("caller", "layers.0.ar", 4000, 6000, "network")), "sequential")
 TWO = Timeline(tuple(Span("compute", f"layers.0.attn {k}/2", 2000 * k, 2000 * k + 2000) for k in range(2)), "two")
+FUSED = Timeline((Span("compute", "layers.0.attn..layers.0.mlp 0/2", 0, 9000), Span("compute", "layers.1.attn", 9000, 9900)), "fused")
 UNEVEN = Timeline((Span("compute", "a 3:8/8", 0, 5), Span("compute", "a 0:3/8", 5, 8)))
 
 
@@ -17,12 +18,19 @@ def test_split_label():
     assert split_label("f[a 0/2, b 1/2]") == ("f[a 0/2, b 1/2]", "")
 
 
+def test_split_label_of_fused_ops():
+    assert split_label("layers.0.attn..layers.0.mlp 0/2") == ("layers.0.attn..layers.0.mlp", "0/2")
+
+
 def test_colours_follow_the_rows():
     assert part_colours([SEQUENTIAL, TWO]) == {"": WHOLE_COLOUR, "0/2": PART_COLOURS[0], "1/2": PART_COLOURS[1]}
     assert part_colours([UNEVEN]) == {"0:3/8": PART_COLOURS[0], "3:8/8": PART_COLOURS[1]}
 
 
-@pytest.mark.parametrize("timelines", [[SEQUENTIAL], [SEQUENTIAL, TWO, UNEVEN], [Timeline(())]], ids=["one", "three", "empty"])
+DRAWN = {"one": [SEQUENTIAL], "three": [SEQUENTIAL, TWO, UNEVEN], "fused": [FUSED], "empty": [Timeline(())]}
+
+
+@pytest.mark.parametrize("timelines", DRAWN.values(), ids=DRAWN)
 def test_picture_is_a_png(timelines, tmp_path):
     picture(timelines, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,173 @@
+"""Times of several variants side by side, and what they are worth.
+
+1. Variants take turns in short blocks of steps, in an order that moves on by one each round, so that drifting clocks meet all of them.
+2. A step's time is that between two CUDA events around its call; the steps of a block are issued back to back, and the first is dropped.
+   Where the host is slower than the device, the host's time shows: that is what a caller gets. `device_ms` is measured with the stream
+   held until the whole block is issued, so that only the device's time shows.
+3. A ratio is that of two medians; its interval comes from drawing rounds anew (bootstrap, 95%).
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.backend.models import Case
+from benchmarks.backend.variants import Call
+
+# what one block of steps may take
+BLOCK_MS = 25.0
+MIN_STEPS, MAX_STEPS = 3, 20
+
+
+@dataclass
+class Times:
+    """One variant's step times, round by round."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[float]:
+        return [ms for block in self.rounds for ms in block]
+
+    def figures(self) -> dict[str, float]:
+        ordered = sorted(self.all)
+        found = {"median_ms": _rounded(statistics.median(ordered)), "spread_ms": _rounded(spread(ordered))}
+        if self.device:
+            found["device_ms"] = _rounded(statistics.median(self.device))
+        return found
+
+
+def spread(ordered: Sequence[float]) -> float:
+    """From the 10th to the 90th percentile."""
+    return ordered[int(0.9 * (len(ordered) - 1))] - ordered[int(0.1 * (len(ordered) - 1))]
+
+
+def _rounded(ms: float) -> float:
+    return round(ms, 5)
+
+
+def ratio(ours: Times, theirs: Times, draws: int = 400) -> dict[str, float]:
+    """Median over median, with a 95% interval over rounds."""
+    number = min(len(ours.rounds), len(theirs.rounds))
+    rng = random.Random(0)
+    drawn = []
+    for _ in range(draws):
+        chosen = [rng.randrange(number) for _ in range(number)]
+        drawn.append(statistics.median(ms for i in chosen for ms in ours.rounds[i])
+                     / statistics.median(ms for i in chosen for ms in theirs.rounds[i]))  # fmt: skip
+    drawn.sort()
+    found = {"ratio": statistics.median(ours.all) / statistics.median(theirs.all),
+             "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}  # fmt: skip
+    if ours.device and theirs.device:
+        found["device_ratio"] = statistics.median(ours.device) / statistics.median(theirs.device)
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def side_by_side(case: Case, calls: Mapping[str, Call], device: str, num_rounds: int = 40) -> dict[str, Times]:
+    """Step times of each call, taken in turns."""
+    names = list(calls)
+    timer = _on_cuda if device.startswith("cuda") else _on_cpu
+    num_steps: dict[str, int] = {}
+    for name in names:
+        step_ms = statistics.median(timer(case, calls[name], 4))
+        num_steps[name] = max(MIN_STEPS, min(MAX_STEPS, int(BLOCK_MS / max(step_ms, 1e-3))))
+    times = {name: Times() for name in names}
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(num_rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                times[name].rounds.append(timer(case, calls[name], num_steps[name]))
+        if device.startswith("cuda"):
+            for _ in range(max(3, num_rounds // 4)):
+                for name in names:
+                    times[name].device += _held(case, calls[name])
+    finally:
+        if was_on:
+            gc.enable()
+    return times
+
+
+_step = 0
+
+
+def _next() -> int:
+    global _step
+    _step += 1
+    return _step
+
+
+def _on_cuda(case: Case, call: Call, count: int) -> list[float]:
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    for start, end in pairs:
+        case.reset()
+        number = _next()
+        start.record()
+        call(number)
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs[1:]]
+
+
+def _held(case: Case, call: Call, count: int = 3) -> list[float]:
+    """As `_on_cuda`, with the stream held until all steps are issued."""
+    began = time.perf_counter()
+    case.reset()
+    call(_next())
+    host_s = time.perf_counter() - began
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(min(0.1, 0.001 + 1.5 * count * host_s) * 2e9))
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for start, end in pairs:
+        case.reset()
+        start.record()
+        call(_next())
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        case.reset()
+        number = _next()
+        began = time.perf_counter()
+        call(number)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def host_us(case: Case, call: Call, device: str, count: int = 200, sync_every: int = 16) -> dict[str, float]:
+    """Time on the host until the call returns. The queue is emptied every few steps, so that it never pushes back."""
+    is_cuda = device.startswith("cuda")
+    times: list[float] = []
+    result: Any = None
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(count + sync_every):
+            if is_cuda and number % sync_every == 0:
+                torch.cuda.synchronize()
+            case.reset()
+            inputs = _next()
+            result = None  # freed outside of the timed call
+            began = time.perf_counter()
+            result = call(inputs)
+            times.append((time.perf_counter() - began) * 1e6)
+    finally:
+        gc.enable()
+    del result
+    ordered = sorted(times[sync_every:])
+    return {"median_us": round(statistics.median(ordered), 1), "spread_us": round(spread(ordered), 1)}

@@ -1,0 +1,135 @@
+"""Units of a flow -> entries that Inductor compiled; and the graph as a whole, compiled as torch.compile would."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from dynaflow.inductor.structure import NotCompiled, Spec
+from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
+from dynaflow.ir import Flow
+from dynaflow.runtime.program import Entry, Expr, Layout, Unit
+from dynaflow.units import own
+
+log = logging.getLogger("dynaflow")
+
+# kinds of ops that gain nothing from a compiler
+_AS_THEY_ARE = ("network", "copy")
+
+
+class Inductor:
+    """Entries for the units of one flow. Equal units, of any flow, are compiled once."""
+
+    def __init__(self, flow: Flow, layouts: Mapping[str, Layout], is_recorded: bool):
+        self._flow, self._layouts, self._is_recorded = flow, layouts, is_recorded
+        # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
+        self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
+        self._eager = {flow_op: why for flow_op, why in ((op.name, _why_eager(op.kind)) for op in flow.ops) if why}
+        changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
+        num_views = Counter(v.storage for v in flow.values)
+        # Memory behind several arguments, and changed: Inductor takes every argument for memory of its own.
+        self._aliased = frozenset(storage for storage in changed if num_views[storage] > 1)
+        # why units run eagerly
+        self.reasons: dict[str, str] = {}
+
+    def can_fuse(self, name: str) -> bool:
+        op = self._flow.op(name)
+        return name not in self._eager and not any(self._flow.value[v].storage in self._aliased for v in (*op.reads, *op.mutates))
+
+    @property
+    def eager(self) -> dict[str, str]:
+        """What runs eagerly, of the ops that a plan has asked for, and why."""
+        return {**self._eager, **self.reasons}
+
+    def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry | None:
+        try:
+            compiled = self._compiled(unit)
+            if compiled is None:
+                return None
+            variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
+            strides = variant.strides(sizes)
+        except NotCompiled as error:
+            self._note(unit, str(error))
+            return None
+        return Entry(
+            variant.call, variant.own,
+            tuple((sizes[x],) if isinstance(x, str) else x if isinstance(x, int) else (x,) for x in variant.inputs), strides,
+            ALIGNMENT if self._is_cuda(unit) or "assert_alignment(" in variant.source else 1,
+            variant.peak_bytes(sizes) or 0, variant.source, variant.path,
+        )  # fmt: skip
+
+    def _compiled(self, unit: Unit) -> CompiledUnit | None:
+        if id(unit) not in self._units:
+            self._units[id(unit)] = (unit, self._prepare(unit))
+        return self._units[id(unit)][1]
+
+    def _prepare(self, unit: Unit) -> CompiledUnit | None:
+        if not isinstance(unit.fn, fx.GraphModule) or any(name in self._eager for name in unit.ops):
+            return None
+        storages = Counter(self._flow.value[arg].storage for arg in unit.args if isinstance(arg, str))
+        if any(storage in self._aliased and count > 1 for storage, count in storages.items()):
+            self._note(unit, "it takes arguments that share memory, which is changed in place")
+            return None
+        args = [arg if isinstance(arg, Expr) else self._spec(arg) for arg in unit.args]
+        return CompiledUnit(_copies_always(unit.fn), args, self._flow.symbols)
+
+    def _spec(self, name: str) -> Spec:
+        layout = self._layouts[name]
+        return Spec(self._flow.value[name].shape, layout.expected or layout.stride, layout.dtype, layout.device)
+
+    def _is_cuda(self, unit: Unit) -> bool:
+        names = [a for a in (*unit.args, *unit.outs) if isinstance(a, str)]
+        return any(self._layouts[name].device.type == "cuda" for name in names)
+
+    def _note(self, unit: Unit, reason: str) -> None:
+        label = unit.ops[0] if len(unit.ops) == 1 else f"{unit.ops[0]}..{unit.ops[-1]}"
+        if self.reasons.setdefault(label, reason) is reason:
+            log.warning("%s runs eagerly: %s", label, reason)
+
+
+def _why_eager(kind: str) -> str:
+    return f"{kind} ops run as they are" if kind in _AS_THEY_ARE else ""
+
+
+def _has_convolution(unit: Unit) -> bool:
+    """Under symbolic sizes Inductor gives up the layouts that convolutions want."""
+    assert isinstance(unit.fn, fx.GraphModule)
+    return any("conv" in str(getattr(n.target, "__name__", n.target)) for n in unit.fn.graph.nodes if n.op == "call_function")
+
+
+def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
+    """`own` looks at addresses, which a compiler does not have: a copy that may be changed in place is always made."""
+    if not any(n.target is own for n in module.graph.nodes):
+        return module
+    module = copy.deepcopy(module)
+    for node in module.graph.nodes:
+        if node.target is own:
+            node.target, node.args = torch.clone, node.args[:1]
+    module.recompile()
+    return module
+
+
+# -- the graph as a whole
+
+
+def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
+    what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
+    where they are, for one)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
+    compiled: Callable[..., Any] = compile_fx(gm, examples)  # type: ignore[assignment]
+    return compiled
+
+
+def _number(node: fx.Node, example: Any) -> Any:
+    """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
+    arg = node.meta.get("grapharg")
+    return arg.example if arg is not None and getattr(arg, "pass_arg_as_tensor", False) else example

@@ -1,0 +1,148 @@
+"""Equal units compile once, and units that differ anywhere do not share."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from dynaflow.inductor import CompiledUnit, Spec, units
+from dynaflow.runtime.program import Expr
+from tests.cpu.inductor.units import CPU, W, X, captured, spec, unit
+
+has_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="Inductor needs a C++ compiler on the CPU")
+
+
+# Not shut down: torch 2.11 built for CUDA, on a machine without one, crashes in a fake mode after a thread that used one has ended.
+POOL = ThreadPoolExecutor(4)
+
+
+def layer(number: int, symbol: str = "s0", alpha: float = 1.0) -> CompiledUnit:
+    """The same layer under other names."""
+    graph = fx.Graph()
+    x, w = graph.placeholder(f"x_{number}"), graph.placeholder(f"layers_{number}_weight")
+    y = graph.create_node("call_function", torch.matmul, (x, w), name=f"layers_{number}_mm")
+    graph.output((graph.create_node("call_function", torch.addmm, (x, y, w), {"alpha": alpha}, name=f"layers_{number}_addmm"),))
+    return CompiledUnit(fx.GraphModule({}, graph), [spec(symbol, 32), W], [symbol, f"unused{number}"])
+
+
+@has_compiler
+@pytest.mark.xdist_group("inductor")
+def test_equal_layers_compile_once(monkeypatch):
+    compiled = []
+    real = units.compile_graph
+    monkeypatch.setattr(units, "compile_graph", lambda *args, **kw: compiled.append(args) or real(*args, **kw))
+    layers = [layer(i, symbol="s0" if i % 2 else "s77") for i in range(32)]
+    variants = list(POOL.map(lambda u: u.variant({"s0": 4, "s77": 4}, static=False), layers))
+    assert len(compiled) == 1 and len({v.call for v in variants}) == 1
+    x, w, out = torch.randn(3, 32), torch.randn(32, 32), torch.empty(3, 32)
+    for variant, symbol in zip(variants[:2], ("s77", "s0")):
+        variant.bind({symbol: 3})([x, w], [out.zero_()])
+        torch.testing.assert_close(out, x + x @ w @ w, rtol=1e-4, atol=1e-4)
+    layers[0].variant({"s77": 5}, static=True)
+    assert len(compiled) == 2
+
+
+def key(fn, *args, **kwargs):
+    made = unit(fn, *args, **kwargs)
+    return made.structure.key, made.autocast
+
+
+BASE = (lambda x, w: (F.linear(x, w) * 1,), X, W)
+SAME = {
+    "names": (lambda hidden, weight: (F.linear(hidden, weight) * 1,), X, W),
+    "symbol": (lambda x, w: (F.linear(x, w) * 1,), spec("s5", 32), W),
+}
+OTHER = {
+    "scalar": (lambda x, w: (F.linear(x, w) * 2,), X, W),
+    "type_of_scalar": (lambda x, w: (F.linear(x, w) * 1.0,), X, W),
+    "bool": (lambda x, w: (F.linear(x, w) * True,), X, W),
+    "kwarg": (lambda x, w: (F.linear(x, w, bias=None) * 1,), X, W),
+    "function": (lambda x, w: (torch.matmul(x, w) * 1,), X, W),
+    "method": (lambda x, w: (F.linear(x, w).mul(1),), X, W),
+    "order": (lambda x, w: (F.linear(w, x) * 1,), X, W),
+    "outputs": (lambda x, w: (F.linear(x, w) * 1, x), X, W),
+    "shape": (*BASE[:1], spec("s0", 64), W),
+    "expression": (*BASE[:1], spec("2*s0", 32), W),
+    "two_symbols": (*BASE[:1], X, spec("s5", 32)),
+    "stride": (*BASE[:1], X, Spec(("32", "32"), ("1", "32"), torch.float32, CPU)),
+    "dtype": (*BASE[:1], spec("s0", 32, dtype=torch.float64), W),
+    "device": (*BASE[:1], Spec(X.shape, X.stride, X.dtype, torch.device("cuda:0")), W),
+    "number": (*BASE[:1], X, Expr("s0")),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_shares(name):
+    assert key(*SAME[name], symbols=("s0", "s5")) == key(*BASE)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_does_not_share(name):
+    assert key(*OTHER[name], symbols=("s0", "s5")) != key(*BASE)
+
+
+def test_does_not_share_across_autocast_states():
+    with torch.autocast("cpu", torch.bfloat16):
+        first = key(*BASE)
+    with torch.autocast("cpu", torch.float16):
+        assert key(*BASE) not in (first, key(*BASE)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert key(*BASE) == first
+    assert key(*BASE) != first
+
+
+def test_does_not_share_across_settings():
+    made = unit(*BASE)
+    before = made._share()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made._share() is not before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made._share() is before is unit(*SAME["names"])._share()
+
+
+@pytest.mark.parametrize("by, equal", [(1.0, True), (-0.0, False), (0.0, False), (float("nan"), False)])
+def test_floats_by_their_bits(by, equal):
+    assert (key(lambda x: (x * by,), X) == key(lambda x: (x * 1.0,), X)) is equal
+    assert key(lambda x: (x * by,), X) == key(lambda x: (x * by,), X)
+
+
+def test_sub_graphs_are_part_of_the_key():
+    def branchy(by):
+        return lambda x: torch.cond(x.sum() > 0, lambda x: x + by, lambda x: x - 1, (x,))
+
+    x = torch.ones(4, 32)
+    keys = [CompiledUnit(captured(branchy(by), x), [spec(4, 32)], []).structure.key for by in (1, 1, 2)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+RUN = """
+import time
+import torch
+from torch._dynamo.utils import counters
+from tests.cpu.inductor.test_structure import layer
+out, x, w = torch.empty(3, 32), torch.randn(3, 32), torch.randn(32, 32)
+for unit in (layer(2, "s77"), layer(2, "s77", alpha=time.time())):
+    variant = unit.variant({"s77": 4}, static=False)
+    print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+    if unit.structure.key == layer(1).structure.key:
+        variant.bind({"s77": 3})([x, w], [out])
+        torch.testing.assert_close(out, x + x @ w @ w, rtol=1e-4, atol=1e-4)
+"""
+
+
+@has_compiler
+@pytest.mark.xdist_group("inductor")
+def test_another_process_finds_it_on_disk():
+    layer(1).variant({"s0": 4}, static=False)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run([sys.executable, "-c", RUN], env=env, check=True, capture_output=True, text=True, timeout=200)
+    assert ran.stdout.splitlines() == ["1 0", "1 1"]  # the layer under another name is found, the new one is not

@@ -1,0 +1,160 @@
+"""The compiled backend on CUDA: equality, recordings, buckets, alignment, other people's captures."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    pytest.skip("needs CUDA", allow_module_level=True)
+
+import dynaflow as df
+from dynaflow.capture import of
+from dynaflow.runtime import graphs
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self, width=256, vocab=1000):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        q = h.view(*h.shape[:-1], 4, -1).transpose(1, 2)
+        h = h + nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return h + self.down(torch.nn.functional.gelu(self.up(self.norm(h))))
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
+        self.norm = nn.BatchNorm2d(32).eval()
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.a(x)))
+        return (torch.relu(self.b(x)) + self.c(x)).mean((2, 3))
+
+
+def block():
+    torch.manual_seed(0)
+    return Block().to(DEVICE, torch.bfloat16).requires_grad_(False)
+
+
+def ids(n, seq=48):
+    return torch.randint(0, 1000, (n, seq), device=DEVICE)
+
+
+def test_sequential_is_torch_compile_bit_for_bit():
+    model, x = block(), ids(8)
+    assert torch.equal(df.compile(model)(x), torch.compile(lambda x: model(x))(x))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "graph"])
+@pytest.mark.parametrize("strategy", [df.TwoBatch(), df.NanoBatch(3), df.Branches(3)], ids=str)
+def test_compiled_plans_are_bit_equal_to_serialised(strategy, runtime):
+    for model, make in ((block(), ids), (Conv().to(DEVICE).to(memory_format=torch.channels_last), image)):
+        fast = df.compile(model, strategy=strategy, strict=True, runtime=runtime)
+        for n in (8, 8, 8, 17, 17, 17):
+            x = make(n)
+            got = fast(x)
+            assert torch.equal(got, df.run_serialised(fast, x))
+            torch.testing.assert_close(got, model(x), atol=5e-2, rtol=5e-2)
+
+
+def image(n):
+    return torch.randn(n, 3, 32, 32, device=DEVICE).to(memory_format=torch.channels_last)
+
+
+def test_outputs_that_are_held_are_never_overwritten():
+    model = block()
+    fast = df.compile(model, runtime="graph")
+    kept = []
+    for step in range(12):
+        out = fast(ids(4))
+        if step % 3:
+            kept.append((out, out.clone()))
+    assert all(torch.equal(a, b) for a, b in kept)
+
+
+@pytest.mark.parametrize("first_kept", range(6))
+def test_no_recording_writes_over_another_s_outputs(first_kept):
+    """Recordings share a pool: an output that lay in it would be scratch of the next one's replays. Whichever is kept first stays."""
+    fast = df.compile(block(), runtime="graph")
+    kept, out = [], None
+    for step in range(40):
+        out = fast(ids(4))  # the last one is held meanwhile: recordings take turns
+        if step in (3 + first_kept, 20):
+            kept.append((out, out.clone()))
+    assert all(torch.equal(a, b) for a, b in kept)
+
+
+def test_borrowed_outputs_are_one_memory():
+    fast = df.compile(block(), runtime="graph", borrow=True)
+    addresses = {fast(ids(4)).data_ptr() for _ in range(6)}
+    assert len(addresses) <= 2  # the first call runs launch by launch
+
+
+def test_buckets_pad_where_it_cannot_show(monkeypatch):
+    made = []
+    plain = graphs.Recording.__init__
+    monkeypatch.setattr(graphs.Recording, "__init__", lambda self, *a: (made.append(self), plain(self, *a))[1])
+    model = block()
+    fast = df.compile(model, runtime="graph", buckets=[4, 16], strict=True)
+    for n in (3, 4, 2, 9, 16, 11, 1, 3, 16, 5):
+        x = ids(n)
+        torch.testing.assert_close(fast(x), model(x), atol=3e-2, rtol=3e-2)
+    assert len(made) == 2
+
+
+def test_inside_the_callers_own_capture():
+    model, x = block(), ids(6)
+    for runtime in ("auto", "graph"):
+        fast = df.compile(model, strategy=df.TwoBatch(), runtime=runtime, strict=True)
+        for _ in range(3):
+            wanted = fast(x).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fast(x)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+def test_inputs_that_are_not_aligned():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    memory = torch.randn(8 * 64 + 1, device=DEVICE, dtype=torch.bfloat16)
+    x = memory[1:].view(8, 64)
+    assert x.data_ptr() % 16
+    for runtime in ("auto", "graph"):
+        fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime=runtime)
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x), atol=2e-2, rtol=2e-2)
+
+
+def test_rows_that_are_not_aligned():
+    """Parts that start at odd multiples of 2 bytes: read through a copy, written through one, and listed."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3)).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    fast = df.compile(model, strategy=df.NanoBatch(3), strict=True)
+    x = torch.randn(7, 3, device=DEVICE, dtype=torch.bfloat16)
+    torch.testing.assert_close(fast(x), model(x), atol=2e-2, rtol=2e-2)
+    assert torch.equal(fast(x), df.run_serialised(fast, x))
+
+
+def test_training_under_the_engine_is_torch_compiles(caplog):
+    model = block().requires_grad_(True)
+    with torch.enable_grad(), caplog.at_level(logging.WARNING, "dynaflow"):
+        loss = df.compile(model)(ids(4)).float().square().mean()
+        loss.backward()
+    assert all(p.grad is not None for p in model.parameters()) and not caplog.records
+    assert of(df.compile(model)).settings.stats.fallbacks == {}
