@@ -15,7 +15,7 @@ import logging
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
 
@@ -24,14 +24,14 @@ from torch import fx
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
-from dynaflow.context import ALL, Context, Look, current_tags
-from dynaflow.fuse import fuse
+from dynaflow.context import ALL, Context, current_tags
 from dynaflow.inductor.entries import Inductor, compile_captured
 from dynaflow.inductor.units import ALIGNMENT
-from dynaflow.ir import Flow, Op, Part, Plan, evaluate
-from dynaflow.memory import can_be_loose, place
+from dynaflow.ir import Op, Part, Plan, evaluate
+from dynaflow.memory import can_be_loose
 from dynaflow.ongoing import ongoing
 from dynaflow.partition import partition
+from dynaflow.planned import Fallback, Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.replacement import check_replacement
@@ -44,9 +44,8 @@ from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
 from dynaflow.sources import ITEM, Sources, Unplannable
 from dynaflow.strategies import Sequential
-from dynaflow.sync import synchronise
 from dynaflow.units import Built, build
-from dynaflow.verify import verify, verify_memory
+from dynaflow.verify import verify_memory
 
 log = logging.getLogger("dynaflow")
 
@@ -75,53 +74,8 @@ class Rows(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A strategy's plan for one context. `binder` is None when the strategy gave up."""
-
-    plan: Plan
-    looks: tuple[Look, ...]
-    binder: Binder | None
-
-    def holds(self, facts: Mapping[str, Any]) -> bool:
-        return all(look.holds(facts) for look in self.looks)
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """Why a context runs the sequential graph."""
-
-    reason: str
-    error: errors.DynaFlowError | None = None
-    # the strategy is Sequential: nothing was given up
-    is_wanted: bool = False
-    # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
-    bound: Bound | None = None
-
-
 _NEEDS_GRAD = Fallback("gradients are needed: the sequential graph runs under autograd")
 _ALIASED = Fallback("inputs share memory that were separate when the graph was captured")
-
-
-def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:
-    """synchronise, fuse, place, verify: what stands between a strategy's launches and a plan that may run."""
-    plan = synchronise(flow, plan)
-    if can_fuse is not None:
-        plan = fuse(flow, plan, can_fuse)
-    plan = place(flow, plan, loose)
-    verify(plan, flow)
-    return plan
-
-
-def _plain_outputs(built: Built, outputs: Sequence[str]) -> list[int] | None:
-    """Which of the flow's outputs the graph returns, where it returns nothing else: then there is no epilogue to run."""
-    returned = built.epilogue.fn
-    if not isinstance(returned, fx.GraphModule) or any(n.op not in ("placeholder", "output") for n in returned.graph.nodes):
-        return None
-    names = dict(zip([n for n in returned.graph.nodes if n.op == "placeholder"], built.epilogue.args))
-    (output,) = [n for n in returned.graph.nodes if n.op == "output"]
-    values = [names.get(node) for node in output.args[0]] if all(isinstance(node, fx.Node) for node in output.args[0]) else [None]
-    return [outputs.index(v) for v in values] if all(v in outputs for v in values) else None  # type: ignore[arg-type]
 
 
 class CapturedGraph:
@@ -227,7 +181,7 @@ class CapturedGraph:
         self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
-        self._plain_outputs = _plain_outputs(self.built, self._output_names)
+        self._plain_outputs = self.built.plain_outputs(self._output_names)
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
         is_recorded = self.settings.runtime == "graph"
         self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None

@@ -9,10 +9,11 @@ import torch
 
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
-from dynaflow.engine import CapturedGraph, finish_plan
+from dynaflow.engine import CapturedGraph
 from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
 from dynaflow.ongoing import ongoing
+from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime import generated
 from dynaflow.runtime.program import Bound, Copy

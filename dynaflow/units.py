@@ -53,6 +53,16 @@ class Built:
     # ops that the partition says recordable=False of
     unrecordable: frozenset[str]
 
+    def plain_outputs(self, outputs: Sequence[str]) -> list[int] | None:
+        """Which of the flow's outputs the graph returns, where it returns nothing else: then there is no epilogue to run."""
+        returned = self.epilogue.fn
+        if not isinstance(returned, fx.GraphModule) or any(n.op not in ("placeholder", "output") for n in returned.graph.nodes):
+            return None
+        names = dict(zip([n for n in returned.graph.nodes if n.op == "placeholder"], self.epilogue.args))
+        (output,) = [n for n in returned.graph.nodes if n.op == "output"]
+        values = [names.get(node) for node in output.args[0]] if all(isinstance(node, fx.Node) for node in output.args[0]) else [None]
+        return [outputs.index(v) for v in values] if all(v in outputs for v in values) else None  # type: ignore[arg-type]
+
 
 class _UnitGraph:
     """One group as an fx graph: takes values and sizes, returns what others need."""

@@ -493,10 +493,10 @@ def test_a_fault_at_any_launch_of_an_attempt(counted, inject):  # noqa: F811
 def test_an_op_that_raises_is_the_caller_s_error(counted):
     def check(x, cache):
         cache.add_(1)
-        return torch.ops.dynaflow_test.raises(x) + cache
+        return torch.ops.dynaflow_graphs.raises(x) + cache
 
     fast = df.compile(check, strategy=df.TwoBatch(), strict=True, runtime="graph",
-                      partition=["auto", df.SplitFunc(torch.ops.dynaflow_test.raises)])  # fmt: skip
+                      partition=["auto", df.SplitFunc(torch.ops.dynaflow_graphs.raises)])  # fmt: skip
     good, bad = torch.ones(4, 3), -torch.ones(4, 3)
     cache = torch.zeros(4, 3)
     fast(good, cache)
@@ -509,7 +509,7 @@ def test_an_op_that_raises_is_the_caller_s_error(counted):
         assert torch.equal(fast(good, cache), good * 2 + before + number) and torch.equal(cache, before + number)
 
 
-@torch.library.custom_op("dynaflow_test::raises", mutates_args=())
+@torch.library.custom_op("dynaflow_graphs::raises", mutates_args=())
 def raises(x: torch.Tensor) -> torch.Tensor:
     if FakeRecorder.is_recording:
         raise RuntimeError(REFUSAL)
@@ -519,7 +519,7 @@ def raises(x: torch.Tensor) -> torch.Tensor:
 
 
 raises.register_fake(lambda x: torch.empty_like(x))
-df.register_split_rule(torch.ops.dynaflow_test.raises, df.rowwise)
+df.register_split_rule(torch.ops.dynaflow_graphs.raises, df.rowwise)
 
 
 # -- threads

@@ -1,0 +1,50 @@
+"""What comes of a strategy's launches: a plan that may run, or the reason why the sequential graph does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+from dynaflow import errors
+from dynaflow.context import Look
+from dynaflow.fuse import fuse
+from dynaflow.ir import Flow, Op, Plan
+from dynaflow.memory import place
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Bound
+from dynaflow.sync import synchronise
+from dynaflow.verify import verify
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A strategy's plan for one context. `binder` is None when the strategy gave up."""
+
+    plan: Plan
+    looks: tuple[Look, ...]
+    binder: Binder | None
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        return all(look.holds(facts) for look in self.looks)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Why a context runs the sequential graph."""
+
+    reason: str
+    error: errors.DynaFlowError | None = None
+    # the strategy is Sequential: nothing was given up
+    is_wanted: bool = False
+    # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
+    bound: Bound | None = None
+
+
+def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:
+    """synchronise, fuse, place, verify: what stands between a strategy's launches and a plan that may run."""
+    plan = synchronise(flow, plan)
+    if can_fuse is not None:
+        plan = fuse(flow, plan, can_fuse)
+    plan = place(flow, plan, loose)
+    verify(plan, flow)
+    return plan
