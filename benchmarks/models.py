@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import dynaflow as df
+from benchmarks import provenance
 from benchmarks.zoo import Entry, prompts, select
 
 # The first one is captured; the others must not capture again, except 1.
@@ -289,10 +289,10 @@ def as_json(rows: Sequence[Row], generations: Sequence[Generation], made_by: str
     return {
         "suite": "models",
         "made_by": made_by,
-        "commit": _commit(),
+        "commit": provenance.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
-        "versions": {"torch": torch.__version__, "dynaflow": df.__version__, **_versions("transformers", "timm")},
+        "versions": {"torch": torch.__version__, "dynaflow": df.__version__, **provenance.versions("transformers", "timm")},
         "rows": [
             {
                 "row": f"{row.model} {row.strategy}",
@@ -318,23 +318,6 @@ def as_json(rows: Sequence[Row], generations: Sequence[Generation], made_by: str
             "generate_same": sum(g.is_same for g in generations),
         },
     }
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def main() -> None:

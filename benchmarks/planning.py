@@ -16,7 +16,6 @@ import gc
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 import dynaflow as df
+from benchmarks import provenance
 from dynaflow.context import Context
 from dynaflow.ir import Flow, Op, Plan, Value
 from dynaflow.memory import bind_memory, place
@@ -192,9 +192,8 @@ def table(rows: list[Row]) -> str:
 
 
 def as_json(rows: list[Row], made_by: str) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     return {
-        "suite": "planning", "made_by": made_by, "commit": commit or "not committed",
+        "suite": "planning", "made_by": made_by, "commit": provenance.commit() or "not committed",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {"gpu": None, "cpu": _cpu(), "note": "no GPU is used; process time on one core, garbage collector off as in timeit"},
         "versions": {"torch": torch.__version__, "dynaflow": df.__version__, "python": platform.python_version()},

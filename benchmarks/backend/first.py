@@ -70,7 +70,7 @@ def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
 def _child(row: str, variant: str, tiny: bool, device: str, options: dict[str, Any], caches: Path) -> Result:
     wish = {"row": row, "variant": variant, "tiny": tiny, "device": device, "options": options}
     places = {name: str(caches / sub) for name, sub in (
-        ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"), ("DYNAFLOW_CACHE_DIR", "dynaflow"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"),
         ("CUDA_CACHE_PATH", "cuda"))}  # fmt: skip
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.backend", "--child", json.dumps(wish)]

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import platform
-import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import dynaflow as df
+from benchmarks import provenance
 from benchmarks.backend.models import ROWS
 from benchmarks.backend.sections import MAX_GEOMEAN_RATIO, Result, target
 from benchmarks.backend.variants import COMPILE, COMPILE_GRAPH, OURS, OURS_BORROW, OURS_GRAPH, REPLAY
@@ -32,9 +30,9 @@ SECTIONS = ("time", "host", "split", "equal", "first", "layers")
 
 def stamped(row: str, section: str, config: Result, found: Result, made_by: str, device: str) -> Result:
     """A row of the file."""
-    versions = {"torch": torch.__version__, "dynaflow": df.__version__, **_versions("transformers", "timm", "triton")}
+    found = {"torch": torch.__version__, "dynaflow": df.__version__, **provenance.versions("transformers", "timm", "triton")}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    where = {"commit": _commit(), "date": now, "hardware": _hardware(device), "versions": versions}
+    where = {"commit": provenance.commit(), "date": now, "hardware": _hardware(device), "versions": found}
     form = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False, "note": "",
             "targets": []}  # fmt: skip
     return {"row": row, "section": section, "config": config, **form, **found, "made_by": made_by, **where}
@@ -272,20 +270,3 @@ def _hardware(device: str) -> Result:
         return {"gpu": None, "cpu": cpu}
     gpu = torch.cuda.get_device_properties(0)
     return {"gpu": gpu.name, "sms": gpu.multi_processor_count, "cpu": cpu}
-
-
-def _commit() -> str:
-    if named := os.environ.get("DYNAFLOW_COMMIT"):  # a copy of the tree without its history
-        return named
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -29,7 +29,7 @@ class Inductor:
         self._flow, self._layouts, self._is_recorded = flow, layouts, is_recorded
         # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
         self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
-        self._eager = {flow_op: why for flow_op, why in ((op.name, _why_eager(op.kind)) for op in flow.ops) if why}
+        self._eager = {op.name: f"{op.kind} ops run as they are" for op in flow.ops if op.kind in _AS_THEY_ARE}
         changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
         num_views = Counter(v.storage for v in flow.values)
         # Memory behind several arguments, and changed: Inductor takes every argument for memory of its own.
@@ -90,10 +90,6 @@ class Inductor:
         label = unit.ops[0] if len(unit.ops) == 1 else f"{unit.ops[0]}..{unit.ops[-1]}"
         if self.reasons.setdefault(label, reason) is reason:
             log.warning("%s runs eagerly: %s", label, reason)
-
-
-def _why_eager(kind: str) -> str:
-    return f"{kind} ops run as they are" if kind in _AS_THEY_ARE else ""
 
 
 def _has_convolution(unit: Unit) -> bool:

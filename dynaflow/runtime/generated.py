@@ -125,7 +125,6 @@ class _Writer:
         self._known: set[str] = set()
         self._forked = set(range(len(self._streams)))
         self._used: set[int] = set()
-        self._barriers = 0
         for code, s, what in bound.instructions:
             if code == LAUNCH:
                 self.launch(what, s)

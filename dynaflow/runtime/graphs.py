@@ -207,7 +207,7 @@ class Recording:
     def lend(self) -> list[torch.Tensor]:
         """The outputs as tensors with storages of their own over the same memory: when these are gone, nobody has the outputs.
 
-        (Counting references to our own storages would not do: kernels that keep their last arguments refer to them, too.)
+        (Our own storages are referred to by others than the caller, such as steps between recordings: their count would not tell.)
         """
         storages: dict[int, Any] = {}
         tensors = []
@@ -268,7 +268,7 @@ class Slots:
 
     def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int]):
         """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
-        # only these are kept: the caller's own tensors may go, and a recording that nobody's addresses fit any more with them
+        # Of what is bound by address, the address alone is kept: the caller's caches are the caller's to drop.
         self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
         self._copied = copied
         self._changed = {args[i].untyped_storage().data_ptr() for i in changed}

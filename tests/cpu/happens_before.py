@@ -19,11 +19,11 @@ def happens_before(plan: Plan) -> set[tuple[int, int]]:
     number = {at: n for n, at in enumerate(at for at, step in enumerate(plan.steps) if type(step) is Launch)}
     pairs = set()
     for at in number:
-        seen, todo = set(), [at]
-        while todo:
-            for other in after[todo.pop()]:
+        seen, ahead = set(), [at]
+        while ahead:
+            for other in after[ahead.pop()]:
                 if other not in seen:
                     seen.add(other)
-                    todo.append(other)
+                    ahead.append(other)
         pairs |= {(number[at], number[other]) for other in seen if other in number}
     return pairs

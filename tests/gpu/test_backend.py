@@ -16,12 +16,6 @@ from dynaflow.runtime import graphs
 DEVICE = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 class Block(nn.Module):
     def __init__(self, width=256, vocab=1000):
         super().__init__()

@@ -16,12 +16,6 @@ from dynaflow.testing import network
 DEVICE = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 class Net(nn.Module):
     """Branches, an in-place update and a cache; wide enough that kernels outlast their launches."""
 

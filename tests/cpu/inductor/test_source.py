@@ -55,7 +55,8 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("line", KNOWN)
 def test_accepts(line):
-    read(call(line, "return (buf0, )"))
+    wrapper = read(call(line, "return (buf0, )"))
+    assert len(wrapper.outputs) == 1 and wrapper.statements[-1].kind == "return" and len(wrapper.statements) > 1
 
 
 @pytest.mark.parametrize("form", UNKNOWN)
