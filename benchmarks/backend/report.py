@@ -30,9 +30,9 @@ SECTIONS = ("time", "host", "split", "equal", "first", "layers")
 
 def stamped(row: str, section: str, config: Result, found: Result, made_by: str, device: str) -> Result:
     """A row of the file."""
-    found = {"torch": torch.__version__, "dynaflow": df.__version__, **provenance.versions("transformers", "timm", "triton")}
+    versions = {"torch": torch.__version__, "dynaflow": df.__version__, **provenance.versions("transformers", "timm", "triton")}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    where = {"commit": provenance.commit(), "date": now, "hardware": _hardware(device), "versions": found}
+    where = {"commit": provenance.commit(), "date": now, "hardware": _hardware(device), "versions": versions}
     form = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False, "note": "",
             "targets": []}  # fmt: skip
     return {"row": row, "section": section, "config": config, **form, **found, "made_by": made_by, **where}

@@ -1,12 +1,13 @@
 """CPU lanes: each stream is a worker thread, so that a machine without a GPU sees real overlap.
 
-The workers live as long as the process and are shared by all calls. A call's instructions are put on all lanes at once (one
-lock), so that every lane sees the calls in the same order and two calls in flight cannot wait for each other in a circle. A call
-made from inside a launch runs where it is: the lanes may be waiting for that launch.
+The workers are shared by all calls and live as long as the process, which ends them before it takes Python down. A call's
+instructions are put on all lanes at once (one lock), so that every lane sees the calls in the same order and two calls in flight
+cannot wait for each other in a circle. A call made from inside a launch runs where it is: the lanes may be waiting for that launch.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from contextvars import Context, copy_context
@@ -18,7 +19,10 @@ import torch
 from dynaflow.runtime.lanes import Ambient, Run
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound, Instruction
 
-_lanes: dict[int, SimpleQueue[Any]] = {}
+# how long the end of the process waits for a lane that is still at work for some other thread
+LEAVE_S = 10.0
+
+_lanes: dict[int, tuple[SimpleQueue[Any], threading.Thread]] = {}
 _posting = threading.Lock()
 _here = threading.local()
 
@@ -88,14 +92,29 @@ def _in_spite_of_ctrl_c(end: Callable[[], None]) -> None:
 def _lane(s: int) -> SimpleQueue[Any]:
     if s not in _lanes:
         queue: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_serve, args=(queue,), name=f"dynaflow-lane-{s}", daemon=True).start()
-        _lanes[s] = queue
-    return _lanes[s]
+        thread = threading.Thread(target=_serve, args=(queue,), name=f"dynaflow-lane-{s}", daemon=True)
+        thread.start()
+        _lanes[s] = queue, thread
+    return _lanes[s][0]
 
 
 def _serve(queue: SimpleQueue[Any]) -> None:
-    while True:
-        _follow(*queue.get())  # in a frame of its own: an idle lane must not keep a call's tensors alive
+    while (work := queue.get()) is not None:
+        _follow(*work)  # in a frame of its own
+        del work  # an idle lane must not keep a call's tensors alive
+
+
+@atexit.register
+def _leave() -> None:
+    """End the lanes while Python is whole: a thread that is inside of torch when Python goes away takes the process down with it
+    ("terminate called without an active exception"), and a lane is there for a moment after its call's caller has gone on."""
+    with _posting:
+        lanes = list(_lanes.values())
+        _lanes.clear()
+        for queue, _ in lanes:
+            queue.put(None)
+    for _, thread in lanes:
+        thread.join(LEAVE_S)
 
 
 def _follow(follow: Callable[[int], None], s: int, ambient: Ambient, context: Context) -> None:

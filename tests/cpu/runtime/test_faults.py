@@ -227,3 +227,17 @@ print("both")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
     assert done.stdout.strip() == "both", done.stderr
+
+
+def test_lanes_that_are_not_idle_yet_do_not_take_the_process_down_at_its_end():
+    script = """
+import torch, dynaflow as df
+from dynaflow.runtime import lanes
+torch.set_grad_enabled(False)
+torch.clear_autocast_cache = lambda: [torch.randn(300, 300) @ torch.randn(300, 300) for _ in range(200)]  # what a lane does last
+fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="threads")
+fast(torch.randn(6, 4))
+print("called")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout.strip()) == (0, "called"), done.stderr
