@@ -74,10 +74,13 @@ class Value:
     nbytes: str
     # the dim that the batch is cut along; None: every part sees the whole value
     axis: int | None
-    # "input" and "param" come from the caller, "temp" lives in the arena, "output" goes to the caller
+    # "input" and "param" come from the caller, "temp" lives in the arena, "output" goes to the caller, "piece" lies in its home
     role: str
     # values with the same storage are the same memory (aliased inputs); mostly the value's own name
     storage: str
+    # of a piece: the "temp" or "output" whose memory it lies in, beside the home's other pieces and over none of them, each row of it
+    # in the same row of the home (whoever makes the flow vouches for that); empty: it has memory of its own
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,28 @@ class Flow:
         return self.ops[self.index[name]]
 
     @cached_property
+    def pieces(self) -> dict[str, tuple[str, ...]]:
+        """Home -> its pieces."""
+        table: dict[str, tuple[str, ...]] = {}
+        for v in self.values:
+            if v.home:
+                table[v.home] = (*table.get(v.home, ()), v.name)
+        return table
+
+    def home(self, name: str) -> str:
+        """The value in whose memory this one lies: a piece's home, any other value itself."""
+        return self.value[name].home or name
+
+    @cached_property
+    def home_storage(self) -> tuple[int, ...]:
+        """Per storage: that of the memory it lies in. A piece's is its home's; any other's, and a token's, is itself."""
+        table = list(range(len(self.storages)))
+        for name, pieces in self.pieces.items():
+            for piece in pieces:
+                table[self.storage_index[self.value[piece].storage]] = self.storage_index[self.value[name].storage]
+        return tuple(table)
+
+    @cached_property
     def storages(self) -> tuple[str, ...]:
         """Storages and tokens, in order of first appearance."""
         names = dict.fromkeys(v.storage for v in self.values)
@@ -154,7 +179,11 @@ class Flow:
 
     @cached_property
     def accesses(self) -> tuple[tuple[Access, ...], ...]:
-        """Per op: every storage touched, once; a write covers a read. Aliased storages are never touched by rows."""
+        """Per op: every storage touched, once; a write covers a read. Aliased storages are never touched by rows.
+
+        Who touches a piece touches its storage alone. Who touches a home touches the storages of all its pieces and the home's own,
+        which stands for what no piece covers: so it conflicts with whoever touches any of them, and two pieces never conflict.
+        """
         num_views: dict[str, int] = {}
         for v in self.values:
             num_views[v.storage] = num_views.get(v.storage, 0) + 1
@@ -162,12 +191,14 @@ class Flow:
         for op in self.ops:
             touched: dict[int, Access] = {}
 
-            def touch(name: str, is_write: bool) -> None:
+            def touch(name: str, is_write: bool, has_rows: bool = True) -> None:
                 v = self.value[name]
                 s = self.storage_index[v.storage]
-                by_rows = not op.unsplittable and v.axis is not None and num_views[v.storage] == 1
+                by_rows = not op.unsplittable and v.axis is not None and num_views[v.storage] == 1 and has_rows
                 old = touched.get(s)
                 touched[s] = Access(s, by_rows and (old is None or old.by_rows), is_write or (old is not None and old.is_write))
+                for piece in self.pieces.get(name, ()):
+                    touch(piece, is_write, v.axis is not None)
 
             for name in op.reads:
                 touch(name, False)
@@ -187,10 +218,12 @@ class Flow:
 
     @cached_property
     def temps(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """Per op: the arena's values that it makes, and those that it reads or changes."""
-        temp = {v.name for v in self.values if v.role == "temp"}
+        """Per op: the arena's values that it makes, and those that it reads or changes. Of a piece: its home."""
+        temp = {v.name: v.name for v in self.values if v.role == "temp"}
+        temp.update({piece: name for name, pieces in self.pieces.items() if name in temp for piece in pieces})
         return tuple(
-            (tuple(v for v in op.writes if v in temp), tuple(v for v in (*op.reads, *op.mutates) if v in temp)) for op in self.ops
+            (tuple(temp[v] for v in op.writes if v in temp), tuple(temp[v] for v in (*op.reads, *op.mutates) if v in temp))
+            for op in self.ops
         )
 
     @cached_property
@@ -226,7 +259,8 @@ class Flow:
     @cached_property
     def fingerprint(self) -> str:
         """Eight hex digits over everything a plan depends on; the same in every process."""
-        text = repr((self.values, self.ops, self.outputs, self.batch, self.symbols))
+        # without pieces it is what it was before there were any
+        text = repr((self.values, self.ops, self.outputs, self.batch, self.symbols)).replace(", home=''", "")
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property

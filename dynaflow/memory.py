@@ -2,7 +2,8 @@
 
 Contract: two values share a slot only if every access of the one happens before every access of the other, in the order that
 streams and waits already give. So reuse never adds a wait, and it is right for every size: a slot is as large as its largest
-value, and slots never overlap. Parts of one value are adjacent rows of its one buffer.
+value, and slots never overlap. Parts of one value are adjacent rows of its one buffer. A home has the slot of all its pieces: whoever
+touches a piece touches it.
 
 1. Per value: where it is born (the clocks of its writers) and its last access per stream.
 2. In order of birth, give each value a slot whose last value is dead by then: one of the same size first, then the smallest
@@ -98,7 +99,8 @@ def _take(free: dict[int, list[tuple[int, list[int]]]], size: int, birth: list[i
 def internal_values(flow: Flow, plan: Plan) -> set[str]:
     """Values that live and die inside one launch, fused or a replacement: no memory is planned for them.
 
-    A value is internal when every launch that touches it is a group that holds both its writer and all its readers.
+    A value is internal when every launch that touches it is a group that holds both its writer and all its readers. A home is none:
+    its pieces are written where they lie.
     """
     launches = plan.launches
     if not any(launch.is_group for launch in launches):
@@ -109,7 +111,7 @@ def internal_values(flow: Flow, plan: Plan) -> set[str]:
             op = flow.op(name)
             for value in (*op.reads, *op.writes, *op.mutates):
                 touched_by.setdefault(value, set()).add(number)
-    made = {v for op in flow.ops for v in op.writes if flow.value[v].role == "temp"}
+    made = {v for op in flow.ops for v in op.writes if flow.value[v].role == "temp" and v not in flow.pieces}
     internal = set()
     for value in made:
         numbers = touched_by.get(value, set())
@@ -136,15 +138,15 @@ def _is_closed(flow: Flow, launch: Launch, value: str) -> bool:
 def can_be_loose(flow: Flow, plan: Plan) -> frozenset[str]:
     """Values that need no slot if their op allocates them: every read finds its rows in what one launch wrote.
 
-    Temporaries with a storage of their own, never changed in place, that leave their launch. A value without rows has one writer.
-    What a replacement makes is not among them: a user's function may return memory that is not its own.
+    Temporaries with a storage of their own and no pieces that leave their launch. A value without rows has one writer, and may be
+    changed in place; one with rows may not. What a replacement makes is not among them: a user's function may return memory that is
+    not its own.
     """
     num_views = Counter(v.storage for v in flow.values)
-    changed = {v for op in flow.ops for v in op.mutates}
-    hidden = internal_values(flow, plan)
+    barred = internal_values(flow, plan) | {v for op in flow.ops for v in op.mutates if flow.value[v].axis is not None}
     found = {
         v.name for v in flow.values
-        if v.role == "temp" and num_views[v.storage] == 1 and v.name not in changed and v.name not in hidden
+        if v.role == "temp" and num_views[v.storage] == 1 and v.name not in barred and v.name not in flow.pieces
     }  # fmt: skip
     written: dict[str, list[Part]] = {}
     launches = plan.launches
@@ -176,7 +178,7 @@ def drop_points(flow: Flow, plan: Plan) -> tuple[tuple[tuple[str, Part], ...], .
     host drops the tensor, its memory may go to any later launch on W, and to no other stream's. So at a drop every access is issued,
     and every access happens before whatever is launched on W from then on. Nothing needs `record_stream`.
 
-    1. Accesses: the launch that wrote the tensor, and all that read rows of it.
+    1. Accesses: the launch that wrote the tensor, and all that read rows of it or change it in place.
     2. All of them on W: the stream itself orders them. It is dropped right behind the last one.
     3. Otherwise right before the first launch on W behind the last access, in host order, that is known to come after all of them.
     4. Where there is none: at the end, when the caller's stream, and with it whatever is launched next, comes after all streams.
@@ -189,7 +191,7 @@ def drop_points(flow: Flow, plan: Plan) -> tuple[tuple[tuple[str, Part], ...], .
         for number, launch in enumerate(launches):
             for name, part in launch.calls:
                 op = flow.op(name)
-                for value in op.writes if is_write else op.reads:
+                for value in op.writes if is_write else (*op.reads, *op.mutates):
                     if value not in tensors:
                         continue
                     rows = part if flow.value[value].axis is not None else WHOLE

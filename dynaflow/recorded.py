@@ -47,10 +47,10 @@ def why_unrecordable(calls: Sequence[str]) -> str:
     return ""
 
 
-def touches_host(op: Op, layouts: Mapping[str, Layout], device: torch.device) -> bool:
+def touches_host(flow: Flow, op: Op, layouts: Mapping[str, Layout], device: torch.device) -> bool:
     """Whether an op reads or writes memory of the host or of another device: a recording on `device` would do that once and for all."""
     here = (device.type, device.index or 0)
-    devices = [layouts[value].device for value in (*op.reads, *op.writes, *op.mutates)]
+    devices = [layouts[flow.home(value)].device for value in (*op.reads, *op.writes, *op.mutates)]
     return any((d.type, d.index or 0) != here for d in devices)
 
 
@@ -60,7 +60,8 @@ def why_between(op: Op, built: Built, device: torch.device) -> str:
         return "recordable=False in the partition"
     if why := why_unrecordable(built.calls[op.name]):
         return why
-    return "it touches memory of the host, or of another device" if touches_host(op, built.program.layouts, device) else ""
+    program = built.program
+    return "it touches memory of the host, or of another device" if touches_host(program.flow, op, program.layouts, device) else ""
 
 
 def _overload(name: str) -> Any:

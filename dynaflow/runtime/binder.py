@@ -71,8 +71,10 @@ class _Work(NamedTuple):
     kind: str
     # replacement functions are the user's: they are called as they are
     is_compiled: bool
-    # arguments that it changes in place, or that share memory with such
+    # arguments that it changes in place, or that share memory with such; the homes of pieces that it writes are among them
     changed: tuple[int, ...] = ()
+    # results of which it writes pieces alone: it must write them where they lie
+    in_pieces: tuple[int, ...] = ()
 
 
 class Binder:
@@ -101,8 +103,8 @@ class Binder:
         self._outputs = tuple((name, self._view(name, WHOLE)) for name in made)
         self._views = tuple(self._index)
         self._written = Counter(i for work in works for i in work.outs)
-        # outputs that one launch makes as a whole: its result can be handed out as it is
-        self.whole_outputs = {i for name, i in self._outputs if self._written[i] == 1}
+        # outputs that one launch makes as a whole, and nobody in pieces: its result can be handed out as it is
+        self.whole_outputs = {i for name, i in self._outputs if self._written[i] == 1 and name not in flow.pieces}
         self._inside = self._views_inside()
         self._drops = self._number_drops()
         self._sizes = self._compile_sizes()
@@ -131,14 +133,19 @@ class Binder:
             _Arg(-1, self._exprs.setdefault((a.text, part), len(self._exprs))) if isinstance(a, Expr) else self._argument(a, part)
             for a in unit.args
         )
-        storages = {flow.value[v].storage for op, _ in launch.calls for v in flow.op(op).mutates}
+        storages = {flow.value[v].storage for op, _ in launch.calls for v in _changed(flow, op)}
         changed = tuple(a.view for a, name in zip(args, unit.args) if isinstance(name, str) and flow.value[name].storage in storages)
-        return _Work(launch, unit, args, tuple(self._view(v, part) for v in unit.outs), mutates, kind, True, changed)
+        outs = tuple(self._view(v, part) for v in unit.outs)
+        in_pieces = tuple(i for i, v in zip(outs, unit.outs) if all(v not in flow.op(op).writes for op, _ in launch.calls))
+        return _Work(launch, unit, args, outs, mutates, kind, True, changed, in_pieces)
 
     def _unit(self, launch: Launch) -> Unit:
         names = tuple(name for name, _ in launch.calls)
         if len(names) == 1:
             return self.program.units[names[0]]
+        for name in names:
+            if any(out not in self.flow.op(name).writes for out in self.program.units[name].outs):
+                raise _not_in_place(launch, name, "what is fused passes its results on, and writes them at its end")
         outs = tuple(v for v, _ in external_values(self.flow, launch, self._readers)[1])
         key = (*names, "->", *outs)
         if key not in self._units:
@@ -297,6 +304,9 @@ class _Binding:
         entry = self._entry(work)
         args = tuple([self._arg(a, entry) for a in work.args])
         outs = tuple([self._out(i, k, entry, work) for k, i in enumerate(work.outs)])
+        for out in outs:
+            if out.view in work.in_pieces and out.how != PLACED:
+                raise _not_in_place(work.launch, work.launch.calls[0][0], out.reason)
         call = Call(entry, args, outs, work.launch, work.mutates, work.kind)
         is_eager = entry.inputs is None and (self._binder.program.compiler is None or not work.is_compiled)
         if is_eager and all(a.view >= 0 and a.stride is None for a in args) and all(o.how == COPIED for o in outs):
@@ -389,18 +399,32 @@ def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return call
 
 
+def _not_in_place(launch: Launch, op: str, why: str) -> errors.MalformedPlan:
+    return errors.MalformedPlan(
+        f"in '{launch.label}', '{op}' writes a piece, and cannot write it where it lies.", where=launch.where, why=why,
+        fix="launch it by itself, with a unit that writes to the place it is given or changes an argument")  # fmt: skip
+
+
+def _changed(flow: Flow, name: str) -> list[str]:
+    """What an op changes in the memory where it lies: what it mutates, and the homes of pieces that it writes."""
+    op = flow.op(name)
+    return [*map(flow.home, op.mutates), *(home for v in op.writes if (home := flow.value[v].home))]
+
+
 def _readers(flow: Flow) -> dict[str, set[str]]:
+    """Who reads a piece reads its home."""
     table: dict[str, set[str]] = {}
     for op in flow.ops:
         for value in (*op.reads, *op.mutates):
-            table.setdefault(value, set()).add(op.name)
+            table.setdefault(flow.home(value), set()).add(op.name)
     return table
 
 
 def external_values(
     flow: Flow, launch: Launch, readers: Mapping[str, set[str]] | None = None
 ) -> tuple[list[tuple[str, Part]], list[tuple[str, Part]]]:
-    """A group's inputs, in order of first use, and outputs, in order: what crosses the border of a replacement."""
+    """A group's inputs, in order of first use, and outputs, in order: what crosses the border of a replacement. A piece that is read
+    comes as its home; one that is written is no output: that happens where it lies."""
     readers = _readers(flow) if readers is None else readers
 
     def rows(value: str, part: Part) -> Part:
@@ -411,18 +435,21 @@ def external_values(
     inputs: dict[tuple[str, Part], None] = {}
     for name, part in launch.calls:
         op = flow.op(name)
-        for value in (*op.reads, *(m for m in op.mutates if m not in op.reads)):
+        for value in dict.fromkeys(map(flow.home, (*op.reads, *op.mutates))):
             used.setdefault((value, name), []).append(part)
             if not covers(made.get(value, ()), rows(value, part)):
                 inputs[value, rows(value, part)] = None
         for value in op.writes:
-            made.setdefault(value, []).append(rows(value, part))
+            if not flow.value[value].home:
+                made.setdefault(value, []).append(rows(value, part))
     outputs: dict[tuple[str, Part], None] = {}
     for name, part in launch.calls:
         for value in flow.op(name).writes:
+            if flow.value[value].home:
+                continue
             mine = rows(value, part)
             is_read_outside = any(not covers(used.get((value, reader), ()), mine) for reader in readers.get(value, ()))
-            if flow.value[value].role == "output" or is_read_outside:
+            if flow.value[value].role == "output" or value in flow.pieces or is_read_outside:
                 outputs[value, mine] = None
     return list(inputs), list(outputs)
 

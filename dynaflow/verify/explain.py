@@ -112,14 +112,14 @@ def conflict(
         fix="launch them in the order of the program", picture=lanes(plan, first, last))  # fmt: skip
 
 
-def shared(plan: Plan, flow: Flow, indexed: Indexed, earlier: int, now: int, storage: int, slot: int) -> errors.LiveOverlap:
+def shared(plan: Plan, flow: Flow, indexed: Indexed, earlier: int, now: int, storage: int) -> errors.LiveOverlap:
     """`now` writes `storage` into a slot whose previous value `earlier` may still use."""
     (first, op_first), (last, _) = _op_of(plan, flow, earlier), _op_of(plan, flow, now)
     a, b = launch_at(plan, first), launch_at(plan, last)
     if first == last:
-        others = [x.storage for x in flow.accesses[op_first] if x.storage != storage and indexed.slot_of[x.storage] == slot]
+        others = [x.storage for x in flow.accesses[op_first] if x.storage in _others(flow, indexed, storage)]
         return shared_inside(plan, flow, b, others[0], storage)
-    previous = [s for s in _in_slot(indexed, slot) if s != storage and any(x.storage == s for x in flow.accesses[op_first])]
+    previous = [s for s in _others(flow, indexed, storage) if any(x.storage == s for x in flow.accesses[op_first])]
     old = flow.storages[previous[0]] if previous else "the slot's previous value"
     return errors.LiveOverlap(
         f"'{b.label}' on {b.stream} writes '{flow.storages[storage]}' over '{old}', which '{a.label}' on {a.stream} may still use.",
@@ -145,8 +145,7 @@ def half_made(launch: Launch, value: str, reader: str) -> errors.MalformedPlan:
 def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: int) -> errors.LiveOverlap:
     last, op_last = _op_of(plan, flow, now)
     launch = launch_at(plan, last)
-    slot = indexed.slot_of[storage]
-    others = [s for s in _in_slot(indexed, slot) if s != storage]
+    others = _others(flow, indexed, storage)
     writers = [
         (at, flow.storages[a.storage])
         for at, step in enumerate(plan.steps[:last]) if type(step) is Launch
@@ -161,11 +160,14 @@ def _after_death(plan: Plan, flow: Flow, indexed: Indexed, now: int, storage: in
 
 
 def _slot(plan: Plan, flow: Flow, storage: int) -> str:
-    return next(f"slot {slot}" for name, slot in plan.slots if flow.value[name].storage == flow.storages[storage])
+    home = flow.storages[flow.home_storage[storage]]
+    return next(f"slot {slot}" for name, slot in plan.slots if flow.value[name].storage == home)
 
 
-def _in_slot(indexed: Indexed, slot: int) -> list[int]:
-    return [s for s, found in enumerate(indexed.slot_of) if found == slot]
+def _others(flow: Flow, indexed: Indexed, storage: int) -> list[int]:
+    """The storages that share its slot, without those that share its home."""
+    slot, home = indexed.slot_of[storage], flow.home_storage
+    return [s for s, found in enumerate(indexed.slot_of) if found == slot and home[s] != home[storage]]
 
 
 def not_started(plan: Plan, now: int) -> errors.UnjoinedStream:
@@ -185,7 +187,7 @@ def not_joined(plan: Plan, last: int) -> errors.UnjoinedStream:
         fix=f"record an event after it on {launch.stream}, and wait for it on 'caller'")  # fmt: skip
 
 
-def never_made(op: str, value: str) -> errors.WrongOrder:
+def never_made(reader: str, value: str) -> errors.WrongOrder:
     return errors.WrongOrder(
-        f"'{op}' reads '{value}', which no op before it makes.", why="the flow itself is not in program order",
+        f"{reader} reads '{value}', which no op before makes.", why="the flow itself is not in program order",
         fix="this is a bug in the partition")  # fmt: skip

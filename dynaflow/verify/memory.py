@@ -106,10 +106,12 @@ def _sweep(flow: Flow, plan: Plan, offsets: Mapping[str, tuple[int, int]]) -> No
 
 
 def lifetimes(plan: Plan, flow: Flow) -> dict[str, Life]:
-    """3. Per storage that lives in the arena, in the order of first access in host order. Times are step numbers."""
+    """3. Per storage that has bytes in the arena, in the order of first access in host order. Times are step numbers. Accesses of a
+    piece are its home's."""
     indexed = index(plan, flow)
     placed = {flow.value[name].storage for name, _ in plan.slots}
-    names = [name if name in placed else None for name in flow.storages]
+    homes = [flow.storages[home] for home in flow.home_storage]
+    names = [name if name in placed else None for name in homes]
     num_streams = len(indexed.streams)
     clocks = [[-1] * num_streams for _ in range(num_streams)]
     events: list[list[int]] = []
@@ -155,4 +157,4 @@ def _overlap(plan: Plan, flow: Flow, old: str, new: str, buffers: dict[str, tupl
 
 
 def _touches(flow: Flow, op: str, storage: str) -> bool:
-    return any(flow.storages[a.storage] == storage for a in flow.accesses[flow.index[op]])
+    return any(flow.storages[flow.home_storage[a.storage]] == storage for a in flow.accesses[flow.index[op]])

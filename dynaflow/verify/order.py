@@ -9,6 +9,7 @@ the time of the last call there that is known to be over. Time 0 is the caller's
 2.   read: after the last write of those rows, which an earlier op (in program order) must have made;
 3.   write: the same, and after all reads since that write;
 4.   slot: a write of a value that shares its slot is after every access of the slot's previous value, which is dead from then on;
+     a home has the slot of its pieces: they live and die together;
 5.   process group: after the group's last user, whichever op that was.
 6. Record copies the clock; wait takes the later of both, stream by stream.
 7. At the end the caller's stream must know the last call of every stream.
@@ -29,7 +30,7 @@ Touches = tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[int]]
 def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     """The number of streams that launch anything."""
     touches = remember(flow, "_verify_touches", touches_of)
-    steps, rows_of, slot_of = indexed.steps, indexed.rows, indexed.slot_of
+    steps, rows_of, slot_of, home_of = indexed.steps, indexed.rows, indexed.slot_of, flow.home_storage
     num_streams, num_storages = len(indexed.streams), len(flow.storages)
     whole = tuple(range(indexed.num_segments))
 
@@ -48,6 +49,7 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
     # per slot: the storage that has it now, and what must be over before that one may be written
     owner = [-1] * indexed.num_slots
     behind: list[dict[int, int]] = [{} for _ in owner]
+    pieces = _pieces(flow) if flow.pieces else {}
 
     if indexed.num_calls > indexed.num_launches:
         _check_groups(plan, flow, indexed)
@@ -96,17 +98,21 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
                 # 4. slot
                 slot = slot_of[storage]
                 if slot >= 0:
-                    old = owner[slot]
-                    if old != storage:
-                        owner[slot] = storage
+                    old, home = owner[slot], home_of[storage]
+                    if old != home:
+                        owner[slot] = home
                         if old >= 0:
                             # per stream, its last access: later times take the place of earlier ones
-                            behind[slot] = {stream_at[t]: t for t in sorted(written[old] + read[old])}
+                            times = written[old] + read[old]
                             written[old] = dead
+                            for piece in pieces.get(old, ()):
+                                times += written[piece] + read[piece]
+                                written[piece] = dead
+                            behind[slot] = {stream_at[t]: t for t in sorted(times)}
                     for u, t in behind[slot].items():
                         # `now` itself: one op may not write over what it reads
                         if clock[u] < t or t == now:
-                            raise explain.shared(plan, flow, indexed, t, now, storage, slot)
+                            raise explain.shared(plan, flow, indexed, t, now, storage)
             # 5. process group
             for token in groups:
                 last = written[token]
@@ -131,8 +137,8 @@ def check_order(plan: Plan, flow: Flow, indexed: Indexed) -> int:
 
 def _check_groups(plan: Plan, flow: Flow, indexed: Indexed) -> None:
     """Launches of several calls, fused or replaced. What one touches shares no slot: it may read its inputs until its end, and write
-    its outputs from its beginning. What it makes, it makes for all its readers. That its calls are listed in the order of the program
-    is checked with all others: each call has its own time."""
+    its outputs from its beginning. What it makes, it makes for all its readers (a piece is written where it lies, for whoever reads it).
+    That its calls are listed in the order of the program is checked with all others: each call has its own time."""
     rows_of = dict(zip(indexed.parts, indexed.rows))
     for launch in plan.launches:
         if len(launch.calls) == 1:
@@ -143,14 +149,22 @@ def _check_groups(plan: Plan, flow: Flow, indexed: Indexed) -> None:
             op = flow.op(name)
             for storage, _, _ in flow.accesses[flow.index[name]]:
                 slot = indexed.slot_of[storage]
-                if slot >= 0 and held.setdefault(slot, storage) != storage:
-                    raise explain.shared_inside(plan, flow, launch, held[slot], storage)
-            for value in (*op.reads, *op.mutates):
+                home = flow.home_storage[storage]
+                if slot >= 0 and held.setdefault(slot, home) != home:
+                    raise explain.shared_inside(plan, flow, launch, held[slot], home)
+            for value in map(flow.home, (*op.reads, *op.mutates)):
                 inside = made.get(value, set()).intersection(rows_of[part])
                 if inside and len(inside) < len(rows_of[part]) and flow.value[value].axis is not None:
                     raise explain.half_made(launch, value, name)
             for value in op.writes:
-                made.setdefault(value, set()).update(rows_of[part])
+                if not flow.value[value].home:
+                    made.setdefault(value, set()).update(rows_of[part])
+
+
+def _pieces(flow: Flow) -> dict[int, list[int]]:
+    """Storage of a home -> those of its pieces."""
+    index = flow.storage_index
+    return {index[flow.value[home].storage]: [index[flow.value[p].storage] for p in pieces] for home, pieces in flow.pieces.items()}
 
 
 def touches_of(flow: Flow) -> list[Touches]:
@@ -178,15 +192,21 @@ def touches_of(flow: Flow) -> list[Touches]:
 
 
 def _check_flow(flow: Flow) -> None:
-    """A temporary or output is made before it is read, in program order."""
-    value = flow.value
+    """A temporary or output is made before it is read, in program order. A home is made as a whole, and its pieces with it; or all
+    its pieces are. One that is an output is made by the end."""
+    value, pieces = flow.value, flow.pieces
     made = {v.storage for v in flow.values if v.role == "input" or v.role == "param"}
+
+    def is_made(name: str) -> bool:
+        return value[name].storage in made or (name in pieces and all(map(is_made, pieces[name])))
+
     for op in flow.ops:
-        for name in op.reads:
-            if value[name].storage not in made:
-                raise explain.never_made(op.name, name)
-        for name in op.mutates:
-            if value[name].storage not in made:
-                raise explain.never_made(op.name, name)
+        for name in (*op.reads, *op.mutates):
+            if not is_made(name):
+                raise explain.never_made(f"'{op.name}'", name)
         for name in op.writes:
             made.add(value[name].storage)
+            made.update(value[piece].storage for piece in pieces.get(name, ()))
+    for name in flow.outputs:
+        if name in pieces and not is_made(name):
+            raise explain.never_made("the caller", name)

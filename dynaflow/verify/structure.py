@@ -6,7 +6,7 @@ Contract: `index(plan, flow)` returns the plan as small integers, which the othe
 2. Events: recorded once, and before (in host order) anything waits for them.
 3. Parts: no op that mixes the batch is split; each op's parts tile the batch; a fused launch is over one part.
 4. Slots: every temporary has exactly one slot, unless it never leaves a launch of several calls, or is loose; nothing else has one.
-   What is loose may be (`loose.py`).
+   What is loose may be (`loose.py`). Pieces lie in the slot of their home (`pieces.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 
 from dynaflow import errors
 from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, Wait, tiles
-from dynaflow.verify.loose import PLACE, check_loose
+from dynaflow.verify.loose import PLACE, check_loose, what_else
+from dynaflow.verify.pieces import check_homes, check_pieces
 
 RECORD, WAIT = -1, -2
 
@@ -36,7 +37,7 @@ class Indexed(NamedTuple):
     num_calls: int
     num_launches: int
     num_waits: int
-    # per storage: its slot, or -1 where it shares memory with nothing
+    # per storage: its slot (a piece's is its home's), or -1 where it shares memory with nothing, or with its home alone
     slot_of: list[int]
     num_slots: int
 
@@ -140,6 +141,7 @@ def _segments(parts: tuple[Part, ...]) -> tuple[list[tuple[int, ...]], int]:
 
 def _slots(plan: Plan, flow: Flow, rows_of: dict[Part, tuple[int, ...]]) -> tuple[list[int], int]:
     """Per storage the number of its slot, -1 for what shares memory with nothing; and how many slots there are."""
+    has_pieces = remember(flow, "_verify_pieces", check_pieces)
     temporary = remember(flow, "_verify_temporary", _temporary)
     storage_of = remember(flow, "_verify_storage_of", lambda flow: {v.name: flow.storage_index[v.storage] for v in flow.values})
     slot_of = [-1] * len(flow.storages)
@@ -166,6 +168,9 @@ def _slots(plan: Plan, flow: Flow, rows_of: dict[Part, tuple[int, ...]]) -> tupl
     if num_placed < len(temporary) or plan.loose:
         loose = check_loose(plan, flow, seen, rows_of) if plan.loose else set()
         _without_slot(plan, flow, {s for s in temporary if slot_of[s] < 0 and s not in loose}, rows_of)
+    if has_pieces:
+        check_homes(plan, flow, seen)
+        slot_of = [slot_of[home] for home in flow.home_storage]
     return [number if number >= 0 and num_in[number] > 1 else -1 for number in slot_of], len(num_in)
 
 
@@ -205,7 +210,7 @@ def _bad_slot(plan: Plan, flow: Flow, name: str, slot: int) -> errors.MalformedP
     elif value.role == "temp":
         what, why = f"'{name}' has slot {slot}.", f"it is the same memory as storage '{value.storage}', which lies elsewhere"
     else:
-        what, why = f"'{name}' has slot {slot}.", f"it is no temporary but of role '{value.role}', with memory of its own"
+        what, why = f"'{name}' has slot {slot}.", f"it is no temporary but {what_else(value)}"
     return errors.MalformedPlan(what, why=why, fix=PLACE)
 
 

@@ -221,7 +221,7 @@ def test_a_custom_op_between_compiled_units():
 @needs_compiler
 @pytest.mark.xdist_group("inductor")
 def test_what_touches_the_host_is_fused_with_nothing_where_plans_are_recorded(monkeypatch):
-    monkeypatch.setattr(recorded, "touches_host", lambda op, layouts, device: op.name == "third")
+    monkeypatch.setattr(recorded, "touches_host", lambda flow, op, layouts, device: op.name == "third")
     found, graph = launches(RULES, runtime="graph")
     assert found == [["first", "second"], ["third"], ["first.1"]]
     assert {why for _, why in graph.unrecorded} == {"it touches memory of the host, or of another device"} and len(graph.unrecorded) == 2
@@ -232,5 +232,5 @@ def test_what_touches_the_host():
     flow = flow_of("input x\ninput scale state\na: x -> h\nb: h scale -> y\nc: y -> z\noutput z")
     host, device, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     layouts = {v.name: Layout(torch.float32, host if v.name == "scale" else device, ("1",)) for v in flow.values}
-    assert [recorded.touches_host(op, layouts, torch.device("cuda")) for op in flow.ops] == [False, True, False]
-    assert [recorded.touches_host(op, layouts, other) for op in flow.ops] == [True, True, True]
+    assert [recorded.touches_host(flow, op, layouts, torch.device("cuda")) for op in flow.ops] == [False, True, False]
+    assert [recorded.touches_host(flow, op, layouts, other) for op in flow.ops] == [True, True, True]
