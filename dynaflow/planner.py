@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 from dynaflow import errors
 from dynaflow.context import Context
+from dynaflow.costs import Cost, Costs, check_costs, heights_us
 from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, tiles
 from dynaflow.text import NAME
 
@@ -31,13 +32,17 @@ MAX_IDLE_LOOKS = 10_000
 
 
 class ReadyOp:
-    """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not)."""
+    """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not).
 
-    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost_us")
+    `height_us` is the longest path from its start to the end of the flow, its own cost included, over the whole batch; every op
+    counts 1 where no costs are known (`cost` is None).
+    """
 
-    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost_us: float | None):
+    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost", "height_us")
+
+    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost: Cost | None, height_us: float):
         self._planner, self._item, self.op, self.part = planner, item, op, part
-        self.name, self.kind, self.depth, self.height, self.cost_us = op.name, op.kind, depth, height, cost_us
+        self.name, self.kind, self.depth, self.height, self.cost, self.height_us = op.name, op.kind, depth, height, cost, height_us
 
     @property
     def users(self) -> list[ReadyOp]:
@@ -58,12 +63,14 @@ class Planner:
         self,
         flow: Flow,
         context: Context,
-        costs_us: dict[str, float] | None = None,
+        costs: Costs | None = None,
         check_replacement: Callable[[Callable[..., Any], Sequence[tuple[str, Part]], str], None] | None = None,
     ):
         self.flow, self.context = flow, context
         self.functions: dict[str, Callable[..., Any]] = {}
-        self._costs_us = costs_us or {}
+        if costs:
+            check_costs(flow, costs)
+        self._costs = costs or {}
         self._check_replacement = check_replacement
         self._default_parts: tuple[Part, ...] = (WHOLE,)
         self._parts_of: dict[str, tuple[Part, ...]] = {}
@@ -149,14 +156,16 @@ class Planner:
         height = [0] * len(flow.ops)
         for before, after, _ in sorted(flow.edges, key=lambda e: -e.before):
             height[before] = max(height[before], height[after] + 1)
+        height_us = heights_us(flow, self._costs) if self._costs else [h + 1.0 for h in height]
         self._first_item: dict[str, int] = {}
         parts_of = []
         for i, op in enumerate(flow.ops):
             self._first_item[op.name] = len(handles)
             parts = self._parts_for(op)
             parts_of.append((len(handles), parts))
+            cost = self._costs.get(op.name)
             for part in parts:
-                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], self._costs_us.get(op.name)))
+                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], cost and cost.of(part), height_us[i]))
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))
