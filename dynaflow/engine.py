@@ -21,11 +21,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
 from dynaflow.context import ALL, Context, current_tags
+from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import Inductor, compile_captured
+from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Op, Part, Plan, evaluate
 from dynaflow.memory import can_be_loose
@@ -34,6 +37,7 @@ from dynaflow.partition import partition
 from dynaflow.planned import Fallback, Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
+from dynaflow.region import Region
 from dynaflow.replacement import check_replacement
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
@@ -113,7 +117,11 @@ class CapturedGraph:
         is_grad = torch.is_grad_enabled() or self._enables_grad
         self._needs_grad = is_grad and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         # nothing is to be planned
-        self.is_whole = isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects
+        self.has_kernels = settings.wants_kernels(self.device) and not self.inspects
+        self.is_whole = self.has_kernels or (
+            isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects)
+        # what Inductor compiled of it, under plans of the kernels
+        self.regions: list[Region] = []
         if not self.is_whole and not self._needs_grad:
             self._ensure_analysed()
         is_run_whole = self.is_whole or self._needs_grad or self.refusal is not None
@@ -126,7 +134,7 @@ class CapturedGraph:
         captured, self.gm = self.gm, copy.deepcopy(self.gm)
         self._whole = self.gm.forward
         try:
-            self._whole = compile_captured(captured, inputs)
+            self._whole = compile_captured(captured, inputs, self._region if self.has_kernels else None)
         except Exception as error:
             if self.settings.strict:
                 raise
@@ -134,6 +142,17 @@ class CapturedGraph:
             return
         log.info("compiled a graph of %s as a whole: %d nodes in %.1f s", self.settings.name, len(self.gm.graph.nodes),
                  time.perf_counter() - began)  # fmt: skip
+
+    def _region(self, compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Any:
+        plain = compiled.current_callable
+        try:
+            module = loaded_module(compiled)
+        except NotCompiled as error:
+            log.warning("%s runs as Inductor has it: %s", self.settings.name, error)
+            return plain
+        name = f"{self.settings.name}.{'backward' if is_backward else 'kernels'}{len(self.regions) or ''}"
+        self.regions.append(Region(name, compiled.source_code, module, plain, self.settings, static))
+        return self.regions[-1]
 
     def _ensure_analysed(self) -> None:
         """What planning needs to know; once, and only where something is planned (or asked: explain, check, profile)."""
@@ -207,7 +226,8 @@ class CapturedGraph:
         if self.is_empty:
             return self.gm.forward(*args)  # the model returned what it was given: there is nothing to plan
         if self._needs_grad:
-            self._note(_NEEDS_GRAD)
+            if not self.has_kernels:
+                self._note(_NEEDS_GRAD)
             return self._whole(*args)
         if self.is_whole:
             if not is_profiling():
@@ -268,7 +288,9 @@ class CapturedGraph:
 
     def _body(self, bound: Bound) -> PlanBody:
         if bound not in self._bodies:
-            self._bodies[bound] = PlanBody(self, bound)
+            flow, built, device = self.flow, self.built, self.device
+            self._bodies[bound] = PlanBody(
+                bound, self._names, self._changed, device, lambda op: why_between(flow.op(op), built, device))
         return self._bodies[bound]
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -11,11 +11,11 @@ import logging
 import re
 import weakref
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from dynaflow.ir import Flow, Launch, Op, Value, evaluate
+from dynaflow.ir import Flow, Op, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between
 from dynaflow.runtime.program import Bound, Expr, Layout, scratch
@@ -82,18 +82,17 @@ def streams_for(device: torch.device | None, bound: Bound) -> Any:
 class PlanBody:
     """Issues a bound plan for a recording."""
 
-    def __init__(self, graph: CapturedGraph, bound: Bound):
+    def __init__(
+        self, bound: Bound, names: Sequence[tuple[int, str]], changed: Iterable[int], device: torch.device, why: Callable[[str], str]
+    ):
+        """`names`: position and value of the tensors among the arguments. `why` says of an op why it must stay between recordings."""
         # bodies are kept as long as their plan lives, which they must not decide
-        self._names, self._device, self._bound = graph._names, graph.device, weakref.ref(bound)
-        self.changed: Sequence[int] = sorted(graph._changed)
+        self._names, self._device, self._bound = names, device, weakref.ref(bound)
+        self.changed: Sequence[int] = sorted(changed)
         # launches between recordings, and why
-        self.reasons = {number: why for number, launch in enumerate(bound.plan.launches) if (why := self._why_eager(graph, launch))}
+        whys = ((number, (why(op) for op, _ in launch.calls)) for number, launch in enumerate(bound.plan.launches))
+        self.reasons = {number: reason for number, reasons in whys if (reason := next(filter(None, reasons), ""))}
         self.eager = frozenset(self.reasons)
-
-    @staticmethod
-    def _why_eager(graph: CapturedGraph, launch: Launch) -> str:
-        whys = (why_between(graph.flow.op(name), graph.built, graph.device) for name, _ in launch.calls)
-        return next(filter(None, whys), "")
 
     def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
         bound = self._plan()

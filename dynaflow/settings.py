@@ -68,6 +68,8 @@ class Settings:
     compiler: str = "auto"
     buckets: str | Sequence[int] | None = None
     borrow: bool = False
+    # a plan of kernels that is chosen may hold this many times what Inductor's own order would
+    max_memory: float = 1.25
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
@@ -80,7 +82,12 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        return self.compiler == "inductor" or (self.compiler == "auto" and device.type == "cuda" and has_triton())
+        return self.compiler == "inductor" or self.partition == "kernels" or (self.compiler == "auto" and device.type == "cuda" and has_triton())
+
+    def wants_kernels(self, device: torch.device) -> bool:
+        """Whether the ops to be planned are the kernels that Inductor makes of the graph."""
+        is_auto = self.partition == "auto" and self.runtime == "auto" and isinstance(self.strategy, strategies.Auto)
+        return self.partition == "kernels" or (is_auto and device.type == "cuda" and self.wants_inductor(device))
 
     def count(self, **amounts: int) -> None:
         with _counting:
@@ -122,8 +129,7 @@ class Settings:
 
 def read_strategy(strategy: Any) -> Strategy:
     if strategy is None or strategy == "auto":
-        # Until there is a tuner, auto never splits a batch and never guesses.
-        return strategies.Sequential()
+        return strategies.Auto()
     if isinstance(strategy, str):
         if strategy not in _NAMED:
             raise OptionError(f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))} or a df.Strategy")
@@ -137,7 +143,7 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "part_context", "name"}
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "max_memory", "part_context", "name"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -148,6 +154,10 @@ def read_settings(**options: Any) -> Settings:
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:
         raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
+    if settings.partition == "kernels" and settings.compiler == "eager":
+        raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
+    if isinstance(settings.max_memory, bool) or not isinstance(settings.max_memory, (int, float)) or settings.max_memory < 1:
+        raise OptionError(f"max_memory={settings.max_memory!r} is no factor.", fix="give a number from 1 up, such as 1.25")
     buckets = settings.buckets
     if buckets is not None and settings.runtime != "graph":
         raise OptionError("buckets= is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")

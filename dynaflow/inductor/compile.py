@@ -128,7 +128,7 @@ def compile_graph(fn: fx.GraphModule, shape: Structure, autocast: Autocast, numb
     redirected, path = Redirected("", wrapped), ""
     call: Boxed = lambda args: aot(*args)  # type: ignore[operator]  # noqa: E731
     if inductor is not None:
-        redirected, module = redirect(inductor.source_code, num_outputs), _module(inductor)
+        redirected, module = redirect(inductor.source_code, num_outputs), loaded_module(inductor)
         path = module.__file__ or ""
         if any(wrapped):
             redirected = Redirected(inductor.source_code, wrapped, redirected.wrapper)
@@ -224,7 +224,7 @@ def _why_wrapped(meta: Any, num_outputs: int) -> tuple[str, ...]:
     return tuple(reason or f"AOT: {rest}" for reason in reasons)
 
 
-def _module(inductor: CompiledFxGraph) -> types.ModuleType:
+def loaded_module(inductor: CompiledFxGraph) -> types.ModuleType:
     """The module that Inductor loaded for this graph: its text, kernels and constants."""
     found = next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", None) == inductor.cache_key), None)
     if found is None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from typing import Any, Callable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow.inductor.structure import NotCompiled, Spec
 from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
@@ -113,16 +117,53 @@ def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
 # -- the graph as a whole
 
 
-def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any], wrap: Wrap | None = None) -> Callable[..., Any]:
     """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
     what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
-    where they are, for one)."""
+    where they are, for one).
+
+    `wrap` gets every graph that Inductor compiles for it or finds in its cache, now or (a backward) later, and what it returns is called
+    in the place of Inductor's own callable.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
-    compiled: Callable[..., Any] = compile_fx(gm, examples)  # type: ignore[assignment]
-    return compiled
+    if wrap is None:
+        return compile_fx(gm, examples)  # type: ignore[return-value]
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with wrapped_by(wrap):
+            return compile_fx_inner(*args, **kwargs)
+
+    with wrapped_by(wrap):
+        return compile_fx(gm, examples, inner_compile=inner)  # type: ignore[return-value]
+
+
+# (graph, whether it is a backward, arguments that stay where they are) -> what is called
+Wrap = Callable[[CompiledFxGraph, bool, Sequence[int]], Callable[[list[Any]], Sequence[Any]]]
+_wrap: ContextVar[Wrap | None] = ContextVar("dynaflow_wrap", default=None)
+
+
+@contextmanager
+def wrapped_by(wrap: Wrap) -> Iterator[None]:
+    token = _wrap.set(wrap)
+    try:
+        yield
+    finally:
+        _wrap.reset(token)
+
+
+def _post_compile(self: CompiledFxGraph, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+    """Runs for every graph, compiled or from a cache, and leaves no trace in caches."""
+    _plain_post_compile(self, example_inputs, constants, graph_kwargs)
+    wrap = _wrap.get()
+    if wrap is not None:
+        self.current_callable = wrap(self, bool(graph_kwargs["is_backward"]), tuple(graph_kwargs["static_input_idxs"]))
+
+
+_plain_post_compile = CompiledFxGraph.post_compile
+CompiledFxGraph.post_compile = _post_compile  # type: ignore[method-assign]
 
 
 def _number(node: fx.Node, example: Any) -> Any:

@@ -25,14 +25,13 @@ from __future__ import annotations
 import hashlib
 import keyword
 import linecache
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import torch
 
+from dynaflow import disk
 from dynaflow.ir import Part
 from dynaflow.runtime.lanes import story, without_autocast_cache
 from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, Call, Out, relaid, scratch
@@ -69,7 +68,7 @@ def generate(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
     writer = _Writer(bound, eager)
     source = writer.write()
     make = _sources.get(source)
-    path = str(_directory() / f"{_safe(bound.plan.flow)}-{hashlib.sha256(source.encode()).hexdigest()[:12]}.py")
+    path = str(disk.directory("plans") / f"{_safe(bound.plan.flow)}-{hashlib.sha256(source.encode()).hexdigest()[:12]}.py")
     if make is None:
         _save(path, source)
         _save(path.removesuffix(".py") + ".plan", str(bound.plan))
@@ -81,21 +80,10 @@ def generate(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
     return Code(make(bound.calls, bound.placed, bound.given, bound.allocated, bound.memory.arena_bytes), source, path, writer.launch_at)
 
 
-def _directory() -> Path:
-    root = os.environ.get("DYNAFLOW_DIR") or os.path.join(tempfile.gettempdir(), f"dynaflow_{os.getuid()}")
-    return Path(root) / "plans"
-
-
 def _save(path: str, text: str) -> None:
-    """For the curious, and for tracebacks; a disk that refuses costs nothing but that."""
+    """For the curious, and for tracebacks."""
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=Path(path).parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    disk.save(Path(path), text)
 
 
 class _Writer:

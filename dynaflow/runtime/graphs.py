@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from typing import Any, Callable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
@@ -169,6 +169,8 @@ class Recording:
                 recorder.abort()
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
+        self._addresses = {output.untyped_storage().data_ptr() for output in outputs}
+        _homes.update(self._addresses)
         # weak references to the storages that were handed out last
         self._lent: list[int] = []
 
@@ -223,8 +225,18 @@ class Recording:
 
     def __del__(self) -> None:
         """The memory of outputs that somebody has outlives the recording."""
+        _homes.subtract(getattr(self, "_addresses", ()))
         if getattr(self, "_lent", None) and not self.is_free():
             _outlived[next(_numbers)] = (self.outputs, self._lent)
+
+
+# addresses of the outputs of recordings
+_homes: Counter[int] = Counter()
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether it lies in the outputs of a recording: the next call's may well lie there, too."""
+    return _homes[tensor.untyped_storage().data_ptr()] > 0
 
 
 # Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while

@@ -211,9 +211,9 @@ def test_plans_that_were_dropped_are_let_go(recorder, monkeypatch):
     alive = weakref.WeakSet()
     plain = recorded.PlanBody.__init__
 
-    def init(self, graph, bound):
+    def init(self, bound, *rest):
         alive.add(bound)
-        plain(self, graph, bound)
+        plain(self, bound, *rest)
 
     monkeypatch.setattr(recorded.PlanBody, "__init__", init)
     fast = df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph")

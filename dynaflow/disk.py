@@ -1,0 +1,30 @@
+"""Where files go that outlive a process: plans for the curious, and choices that need not be made twice."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def directory(kind: str) -> Path:
+    root = os.environ.get("DYNAFLOW_DIR") or os.path.join(tempfile.gettempdir(), f"dynaflow_{os.getuid()}")
+    return Path(root) / kind
+
+
+def save(path: Path, text: str) -> None:
+    """All of it or nothing; a disk that refuses costs nothing but that."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def load(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None

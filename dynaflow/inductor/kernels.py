@@ -1,0 +1,517 @@
+"""An Inductor wrapper -> a flow whose ops are its kernels, for given numbers.
+
+Contract: what the flow's ops read, write and change is exact, or more than exact where the text does not say; running the units in any
+order that the flow allows computes, bit for bit, what the wrapper's `call` does. A form that is not known raises NotUnderstood, and the
+wrapper runs as it is.
+
+1. Names become places in values: allocations, arguments, and what extern kernels return. Where Inductor reuses the memory of a dead
+   buffer for a new one, the new one is a value of its own: reuse would chain branches. (It is an in-place change, not a reuse, where
+   the first kernel that touches the new name reads it too.)
+2. Kernels become ops, with the places that each touches.
+3. Values that several kernels write disjoint slices of (a concatenation) have a piece per slice.
+4. Ops become units: functions that bind the wrapper's names to the tensors they are given, and run the statement as it stands.
+
+    buf5 = empty_strided_cuda((2, 24, 6, 6), ...)            value buf5
+    buf3 = reinterpret_tensor(buf5, (2, 8, 6, 6), ..., 0)    piece buf5[0]
+    triton_poi_fused_relu_1.run(buf0, buf3, 576, ...)        op triton_poi_fused_relu_1.7  reads buf0  writes buf5[0]
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, Mapping, NamedTuple, Sequence
+
+import torch
+
+from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures
+from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, find_call, read
+from dynaflow.ir import Flow, Op, Value
+from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
+
+WHOLE_BATCH = "a kernel runs over the whole batch"
+ALLOCATES = "an extern kernel allocates its own result"
+
+
+class Place(NamedTuple):
+    """Elements of a value's memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """From the first element to behind the last."""
+        return 0 if 0 in self.shape else 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A wrapper's kernels for given numbers."""
+
+    flow: Flow
+    program: Program
+    # values that extern kernels allocate
+    allocated: frozenset[str]
+    # (argument's position, value) of the tensors that come in; those that are changed in place
+    inputs: tuple[tuple[int, str], ...]
+    changed: tuple[int, ...]
+    # op -> what tells kernels apart that cost the same: the kernel, its numbers, and how its tensors lie
+    keys: Mapping[str, Any]
+    # what the wrapper returns: (value, place of it or None for all of it), or a constant in a tuple of one
+    returns: tuple[tuple[str, Place | None] | tuple[Any], ...]
+
+    def hand_out(self, args: Sequence[Any], outputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """What the wrapper would return, from the flow's outputs and the call's arguments."""
+        given = {name: args[i] for i, name in self.inputs}
+        found = []
+        for result in self.returns:
+            if len(result) == 1:
+                found.append(result[0])
+                continue
+            tensor = outputs[result[0]] if result[0] in outputs else given[result[0]]
+            place = result[1]
+            found.append(tensor if place is None else _view(tensor, place))
+        return tuple(found)
+
+
+def kernels(
+    text: str, scope: Mapping[str, Any], args: Sequence[Any], seen: Mapping[str, Geometry], name: str, static: Sequence[int] = ()
+) -> Kernels:
+    """`scope`: names of the wrapper's module. `args`: a call's arguments, of which numbers and geometries are looked at. `seen`: what
+    extern kernels returned in a call of these numbers (`observed`). `static`: arguments that stay where they are, such as parameters.
+    """
+    return _Reader(text, scope, args, seen).read(name, frozenset(static))
+
+
+# -- 0. what extern kernels return
+
+
+class Observed:
+    """The wrapper's call with a look at every result of an extern kernel: what the text does not say about them."""
+
+    def __init__(self, text: str, scope: dict[str, Any]):
+        tree = ast.parse(text)
+        wrapper = read(text)
+        self._names = {s.makes for s in wrapper.statements if s.kind in ("own", "item")}
+        function = find_call(tree)
+        self._is_method = function not in tree.body
+        function.body = self._watched(function.body)
+        make = ast.parse("def make(_df_see):\n    return call").body[0]
+        assert isinstance(make, ast.FunctionDef)
+        make.body.insert(0, function)
+        found: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(ast.Module([make], [])), "<observed>", "exec"), scope, found)  # noqa: S102
+        self._make = found["make"]
+
+    def _watched(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        lines: list[ast.stmt] = []
+        for node in body:
+            if isinstance(node, ast.With):
+                node.body = self._watched(node.body)
+            lines.append(node)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in self._names:
+                name = node.targets[0].id
+                lines.append(ast.parse(f"_df_see({name!r}, {name})").body[0])
+        return lines
+
+    def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
+        """What `call` returns, and what was seen."""
+        seen: dict[str, Geometry] = {}
+        # storage -> who lies there; storages are kept, so that no two of them have had the same address
+        storages = {a.untyped_storage().data_ptr(): "an argument" for a in args if isinstance(a, torch.Tensor)}
+        kept: list[Any] = []
+
+        def see(name: str, value: Any) -> None:
+            if not isinstance(value, torch.Tensor):
+                return
+            storage = value.untyped_storage()
+            kept.append(storage)
+            other = storages.setdefault(storage.data_ptr(), name)
+            if other == name and type(value) is torch.Tensor:
+                seen[name] = Geometry(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+        call = self._make(see)
+        return (call(runner, args) if self._is_method else call(args)), seen
+
+
+class _Value:
+    """A value under way."""
+
+    def __init__(self, name: str, geometry: Geometry, role: str):
+        self.name, self.geometry, self.role = name, geometry, role
+        self.place = Place(0, tuple(geometry.shape), tuple(geometry.stride))
+        # slices that are written apart from each other
+        self.pieces: dict[Place, str] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.extent * self.geometry.dtype.itemsize
+
+
+class _Name(NamedTuple):
+    """A name of the wrapper's: all of a value, or a place in what another name means."""
+
+    value: _Value | None
+    base: str = ""
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    # the memory of a buffer that is dead otherwise
+    is_reuse: bool = False
+
+
+@dataclass
+class _Kernel:
+    """An op under way."""
+
+    statement: Statement
+    target: str
+    uses: tuple[str, ...]
+    touched: list[tuple[_Value, Place, str]] = field(default_factory=list)
+    # the wrapper's names that it needs, and where they lie
+    names: dict[str, tuple[_Value, Place]] = field(default_factory=dict)
+    # what it allocates: (value, index into what is returned; None: all of it)
+    made: list[tuple[_Value, int | None]] = field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self, text: str, scope: Mapping[str, Any], args: Sequence[Any], seen: Mapping[str, Geometry]):
+        tree = ast.parse(text)
+        self._wrapper: Wrapper = read(text)
+        self._raw = text.encode()
+        self._scope, self._args, self._seen = scope, args, seen
+        self._signatures = Signatures(tree, scope)
+        self._numbers: dict[str, Any] = {}
+        self._setup: dict[str, str] = {}
+        self._names: dict[str, _Name] = {}
+        # name -> names that lie in the same memory and can still be used
+        self._live: dict[int, set[str]] = {}
+        self._values: list[_Value] = []
+        self._kernels: list[_Kernel] = []
+
+    def read(self, name: str, static: frozenset[int]) -> Kernels:
+        wrapper = self._wrapper
+        if len(wrapper.args) != len(self._args):
+            raise NotUnderstood(f"{len(self._args)} arguments for {len(wrapper.args)} names")
+        inputs = []
+        for i, (arg, given) in enumerate(zip(wrapper.args, self._args)):
+            if isinstance(given, torch.Tensor):
+                geometry = Geometry(tuple(given.shape), given.stride(), given.dtype, given.device)
+                self._bind_value(arg, geometry, "param" if i in static else "input")
+                inputs.append((i, arg))
+            elif type(given) is int:
+                self._numbers[arg] = given
+            else:
+                raise NotUnderstood(f"argument {arg} is a {type(given).__name__}")
+        # 1. and 2.
+        statements = wrapper.statements
+        for k, s in enumerate(statements):
+            self._statement(s, statements[k + 1 :])
+        returns = tuple(self._returned(out) for out in wrapper.outputs)
+        outputs = {result[0] for result in returns if len(result) == 2}
+        for value in self._values:
+            if value.role == "temp" and value.name in outputs:
+                value.role = "output"
+        # 3. and 4.
+        self._cut()
+        flow = self._flow(name, returns)
+        layouts = {v.name: Layout(v.geometry.dtype, v.geometry.device, tuple(map(str, v.geometry.stride))) for v in self._values}
+        units = {op.name: self._unit(op.name, kernel) for op, kernel in zip(flow.ops, self._kernels)}
+        changed = {value for op in flow.ops for value in op.mutates}
+        allocated = frozenset(value.name for kernel in self._kernels for value, _ in kernel.made)
+        return Kernels(
+            flow, Program(flow, units, layouts, compiler=_AsTheyAre()), allocated, tuple(inputs),
+            tuple(i for i, arg in inputs if arg in changed), {op.name: self._key(k) for op, k in zip(flow.ops, self._kernels)}, returns,
+        )  # fmt: skip
+
+    # -- 1. names
+
+    def _bind_value(self, name: str, geometry: Geometry, role: str) -> _Value:
+        value = _Value(name, geometry, role)
+        self._values.append(value)
+        self._names[name] = _Name(value)
+        self._live.setdefault(id(value), set()).add(name)
+        return value
+
+    def _statement(self, s: Statement, rest: Sequence[Statement]) -> None:
+        if s.kind in ("unpack", "assert", "return"):
+            return
+        if s.kind == "setup":
+            if s.target == "get_raw_stream":
+                self._setup[s.makes] = self._text(s.span)
+        elif s.kind == "symbol":
+            self._numbers[s.makes] = self._number(s.target)
+        elif s.kind == "allocate":
+            shape, stride = self._sizes(s.shape), self._sizes(s.stride)
+            dtype = getattr(torch, s.dtype.removeprefix("torch."))
+            self._bind_value(s.makes, Geometry(shape, stride, dtype, self._device(s.device)), "temp")
+        elif s.kind == "alias":
+            base = s.uses[0]
+            is_reuse = bool(rest) and rest[0].kind == "free" and rest[0].uses == (base,)
+            shape = None if s.shape is None else self._sizes(s.shape)
+            self._names[s.makes] = _Name(None, base, shape, self._sizes(s.stride), self._number(s.offset), is_reuse)
+            self._live[id(self._value(base))].add(s.makes)
+        elif s.kind == "item":
+            if s.makes not in self._names and any(s.makes in r.uses for r in rest if r.kind not in ("free", "assert")):
+                raise NotUnderstood(f"{s.makes} is no tensor of its own")
+        elif s.kind == "free":
+            if s.uses[0] in self._names:
+                self._live[id(self._value(s.uses[0]))].discard(s.uses[0])
+        elif s.kind in ("kernel", "extern", "own"):
+            self._kernel(s, rest)
+        else:
+            raise NotUnderstood(f"a statement of kind {s.kind}")
+
+    def _value(self, name: str) -> _Value:
+        """The value in whose memory a name lies now (a reuse that is not decided yet: the old one's)."""
+        while (found := self._names[name]).value is None:
+            name = found.base
+        return found.value
+
+    def _resolve(self, name: str, mode: str) -> tuple[_Value, Place]:
+        """What a kernel touches that uses `name`; decides whether a name that reuses memory is a new value."""
+        found = self._names[name]
+        if found.value is not None:
+            return found.value, found.value.place
+        old = self._value(name)
+        if found.is_reuse and mode == WRITE and self._live[id(old)] <= {name, *self._aliases(name)}:
+            base, place = self._peek(found.base)
+            shape, stride = (place.shape, place.stride) if found.shape is None else (found.shape, found.stride)
+            geometry = Geometry(shape, stride, base.geometry.dtype, base.geometry.device)
+            mine = self._live[id(old)]
+            value = self._bind_value(name, geometry, "temp")
+            self._live[id(value)] = set(mine)
+            return value, value.place
+        value, place = self._resolve(found.base, mode)
+        if found.is_reuse:
+            self._names[name] = replace_name(found, is_reuse=False)
+        if found.shape is None:
+            return value, place
+        return value, Place(place.offset + found.offset, found.shape, found.stride)
+
+    def _peek(self, name: str) -> tuple[_Value, Place]:
+        """Like `_resolve`, decides nothing."""
+        found = self._names[name]
+        if found.value is not None:
+            return found.value, found.value.place
+        value, place = self._peek(found.base)
+        return value, place if found.shape is None else Place(place.offset + found.offset, found.shape, found.stride)
+
+    def _aliases(self, name: str) -> set[str]:
+        """Names that are defined by way of `name`."""
+        found: set[str] = set()
+        for other in self._names:
+            at = other
+            while self._names[at].value is None:
+                at = self._names[at].base
+                if at == name:
+                    found.add(other)
+                    break
+        return found
+
+    def _returned(self, s: Statement) -> tuple[str, Place | None] | tuple[Any]:
+        if s.kind != "alias":
+            return (self._number(s.target),)
+        name = s.uses[0]
+        if name not in self._names:
+            return (self._numbers[name],)
+        value, place = self._resolve(name, READ)
+        if s.shape is not None:
+            place = Place(place.offset + self._number(s.offset), self._sizes(s.shape), self._sizes(s.stride))
+        return value.name, None if place == value.place else place
+
+    # -- 2. kernels
+
+    def _kernel(self, s: Statement, rest: Sequence[Statement]) -> None:
+        call = ast.parse(self._text(s.span), mode="eval").body
+        assert isinstance(call, ast.Call)
+        is_tensor = dict.fromkeys(self._names, True)
+        effects: Effects
+        if s.kind == "kernel":
+            effects = self._signatures.kernel(call, s.target, is_tensor)
+        else:
+            effects = self._signatures.op(call, s.target, is_tensor)
+        kernel = _Kernel(s, s.target, effects.uses)
+        # what is written first: it may decide that a name is a new value
+        for node, mode in sorted(effects.tensors, key=lambda t: t[1] != WRITE):
+            self._touch(kernel, node, mode)
+        for name in s.uses:
+            if name in self._names and name not in kernel.names:
+                raise NotUnderstood(f"{s.target} uses {name} in a way that is not known")
+        if s.kind == "own":
+            if not self._signatures.makes_memory(s.target):
+                raise NotUnderstood(f"{s.target} may return memory that is not its own")
+            kernel.made = list(self._made(s, rest))
+        self._kernels.append(kernel)
+
+    def _touch(self, kernel: _Kernel, node: ast.expr, mode: str) -> None:
+        if isinstance(node, ast.Name):
+            value, place = self._resolve(node.id, mode)
+            kernel.names[node.id] = (value, place)
+        else:
+            assert isinstance(node, ast.Call) and isinstance(node.args[0], ast.Name)  # view_base
+            name = node.args[0].id
+            value, base = self._resolve(name, mode)
+            kernel.names[name] = (value, base)
+            shape, stride, offset = (self._evaluate(ast.unparse(a)) for a in node.args[1:4])
+            place = Place(base.offset + offset, tuple(shape), tuple(stride))
+        kernel.touched.append((value, place, mode))
+
+    def _made(self, s: Statement, rest: Sequence[Statement]) -> Sequence[tuple[_Value, int | None]]:
+        if s.makes in self._seen:
+            return [(self._bind_value(s.makes, self._seen[s.makes], "temp"), None)]
+        made: list[tuple[_Value, int | None]] = []
+        for item in rest:
+            if item.kind == "item" and item.uses[0] == s.makes and item.makes in self._seen:
+                index = int(re.sub(r".*\[(\d+)\]$", r"\1", self._text(item.span)))
+                made.append((self._bind_value(item.makes, self._seen[item.makes], "temp"), index))
+        return made
+
+    # -- 3. pieces and the flow
+
+    def _cut(self) -> None:
+        written: dict[int, dict[Place, None]] = {}
+        for kernel in self._kernels:
+            for value, place, mode in kernel.touched:
+                if mode != READ and place != value.place:
+                    written.setdefault(id(value), {})[place] = None
+        for value in self._values:
+            places = list(written.get(id(value), ()))
+            if len(places) > 1 and value.role in ("temp", "output"):
+                if all(are_disjoint(a, b) for i, a in enumerate(places) for b in places[:i]):
+                    value.pieces = {place: f"{value.name}.{i}" for i, place in enumerate(places)}
+
+    def _flow(self, name: str, returns: Sequence[Any]) -> Flow:
+        values = []
+        for v in self._values:
+            geometry = v.geometry
+            dtype = str(geometry.dtype).removeprefix("torch.")
+            values.append(Value(v.name, tuple(map(str, geometry.shape)), dtype, str(v.nbytes), None, v.role, v.name))
+            for place, piece in v.pieces.items():
+                nbytes = place.extent * geometry.dtype.itemsize
+                values.append(Value(piece, tuple(map(str, place.shape)), dtype, str(nbytes), None, "piece", piece, v.name))
+        made = {v.name for v in self._values if v.role in ("input", "param")}
+        ops = []
+        for number, kernel in enumerate(self._kernels):
+            reads, writes, mutates = {}, {value.name: None for value, _ in kernel.made}, {}
+            for value, place, mode in kernel.touched:
+                part = value.pieces.get(place, value.name)
+                covers = {part, value.name} if part != value.name else {value.name, *value.pieces.values()}
+                if mode != WRITE and covers & made:
+                    reads[part] = None
+                if mode != READ:
+                    (mutates if covers & made else writes)[part] = None
+            made |= writes.keys()
+            label = f"{re.sub(r'^(extern_kernels|torch[.]ops[.]aten|torch[.]ops|aten)[.]', '', kernel.target)}.{number}"
+            kind = "network" if "c10d" in kernel.target else "compute"
+            ops.append(Op(label, kind, tuple(reads), tuple(writes), tuple(mutates), kernel.uses, WHOLE_BATCH))
+        outputs = tuple(dict.fromkeys(r[0] for r in returns if len(r) == 2))
+        return Flow(name, tuple(values), tuple(ops), outputs)
+
+    # -- 4. units
+
+    def _unit(self, name: str, kernel: _Kernel) -> Unit:
+        made = {value.name for value, _ in kernel.made}
+        args = tuple(dict.fromkeys(value.name for value, _ in kernel.names.values() if value.name not in made))
+        lines = [f"{', '.join(args)}, = args"] if args else []
+        for used, (value, place) in kernel.names.items():
+            if place != value.place:
+                lines.append(f"{used} = reinterpret_tensor({value.name}, {place.shape}, {place.stride}, {place.offset})")
+            elif used != value.name:
+                lines.append(f"{used} = {value.name}")
+        s = kernel.statement
+        for used in s.uses:
+            if used in self._numbers:
+                lines.append(f"{used} = {self._numbers[used]!r}")
+            elif used in self._setup:
+                lines.append(f"{used} = {self._setup[used]}")
+        if s.kind == "own":
+            lines.append(f"{s.makes} = {self._text(s.span)}")
+            results = "".join(f"{s.makes}{'' if i is None else f'[{i}]'}, " for _, i in kernel.made)
+            lines.append(f"return ({results})")
+        else:
+            lines += [self._text(s.span), "return ()"]
+        source = "\n    ".join(["def kernel(args):", *lines])
+        found: dict[str, Any] = {}
+        exec(compile(source, f"<{name}>", "exec"), dict(self._scope), found)  # noqa: S102 (Inductor's statement, its names bound)
+        return Unit(found["kernel"], args, tuple(v.name for v, _ in kernel.made), frozenset(made), (name,))
+
+    def _key(self, kernel: _Kernel) -> Any:
+        words = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: "_" if m[0] in kernel.names else str(self._numbers.get(m[0], m[0])),
+                       self._text(kernel.statement.span))  # fmt: skip
+        return words, tuple((str(value.geometry.dtype), place) for value, place, _ in kernel.touched)
+
+    # -- numbers
+
+    def _text(self, span: tuple[int, int]) -> str:
+        return self._raw[span[0] : span[1]].decode()
+
+    def _evaluate(self, text: str) -> Any:
+        try:
+            return eval(text, {"__builtins__": {}, "max": max, "min": min, "math": self._scope.get("math")}, self._numbers)  # noqa: S307
+        except Exception as error:  # noqa: BLE001 (known when a kernel has run, or not at all)
+            raise NotUnderstood(f"{text}: {type(error).__name__}: {error}") from None
+
+    def _number(self, text: str) -> Any:
+        found = self._evaluate(text)
+        if found is not None and type(found) not in (int, float, bool):
+            raise NotUnderstood(f"{text} is a {type(found).__name__}")
+        return found
+
+    def _sizes(self, texts: Sequence[str] | None) -> tuple[int, ...]:
+        return tuple(int(self._evaluate(text)) for text in texts or ())
+
+    def _device(self, kind: str) -> torch.device:
+        found = [a.device for a in self._args if isinstance(a, torch.Tensor) and a.device.type == kind]
+        return found[0] if found else torch.device(kind)
+
+
+class _AsTheyAre:
+    """Units of kernels are entries already."""
+
+    def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry:
+        return Entry(unit.fn, (ALLOCATES,) * len(unit.outs), source="kernel")
+
+
+def replace_name(name: _Name, **changes: Any) -> _Name:
+    return name._replace(**changes)
+
+
+def _view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    return torch.as_strided(tensor, place.shape, place.stride, tensor.storage_offset() + place.offset)
+
+
+def are_disjoint(a: Place, b: Place) -> bool:
+    """Whether two places of one memory share no element; False where that is not sure.
+
+    Places with the same steps are boxes on one grid, if no step reaches over the next larger one: then they are disjoint exactly if they
+    are along one of its axes.
+    """
+    if a.extent == 0 or b.extent == 0 or a.offset + a.extent <= b.offset or b.offset + b.extent <= a.offset:
+        return True
+    if a.offset > b.offset:
+        a, b = b, a
+    sizes: dict[int, list[int]] = {}
+    for k, place in enumerate((a, b)):
+        for size, step in zip(place.shape, place.stride):
+            if size > 1:
+                row = sizes.setdefault(step, [1, 1])
+                if row[k] > 1 or step <= 0:
+                    return False
+                row[k] = size
+    distance, reach, is_apart = b.offset - a.offset, 0, False
+    axes = []
+    for step, (mine, other) in sorted(sizes.items(), reverse=True):
+        start, distance = divmod(distance, step)
+        axes.append((step, max(mine, start + other)))
+        is_apart = is_apart or start >= mine
+    if distance:
+        return False
+    for step, length in reversed(axes):
+        if reach >= step:
+            return False
+        reach += (length - 1) * step
+    return is_apart

@@ -1,0 +1,143 @@
+"""What kernels cost on the device at hand, and which of several ways to run a call is the fastest.
+
+Contract: measuring changes nothing that the caller can see. What a kernel changes in place is put back; whoever measures gives copies of
+the arguments that a call changes, and keeps the state of random numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, Callable, Mapping, Protocol, Sequence
+
+import torch
+
+from dynaflow.costs import Cost
+from dynaflow.runtime.program import Bound
+
+# launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
+NUM_IN_A_ROW, NUM_REPLAYS = 10, 3
+# of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
+NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.5
+
+
+class Clock(Protocol):
+    def cost(self, launch: Callable[[], Any]) -> Cost: ...
+
+    def synchronise(self) -> None: ...
+
+
+class HostClock:
+    """Kernels that run while the host waits for them. `share`: how much of the machine one of them takes."""
+
+    def __init__(self, share: float = 1.0):
+        self._share = share
+
+    def cost(self, launch: Callable[[], Any]) -> Cost:
+        times = []
+        for _ in range(NUM_REPLAYS):
+            began = time.perf_counter()
+            launch()
+            times.append(time.perf_counter() - began)
+        return Cost(min(times) * 1e6, self._share)
+
+    def synchronise(self) -> None:
+        pass
+
+
+class CudaClock:
+    """A kernel alone, several times in a row in one recording; then as two rows side by side. Where those take as long as one, it fills
+    half of the device or less; where they take twice as long, all of it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def cost(self, launch: Callable[[], Any]) -> Cost:
+        launch()  # libraries make their workspaces, on both streams
+        with torch.cuda.stream(self._side):
+            self._side.wait_stream(torch.cuda.default_stream(self._device))
+            launch()
+        torch.cuda.synchronize(self._device)
+        one, two = self._us(launch, 1), self._us(launch, 2)
+        return Cost(one, min(max(two / one / 2, 0.0), 1.0) if one > 0 else 1.0)
+
+    def _us(self, launch: Callable[[], Any], num_rows: int) -> float:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            main = torch.cuda.current_stream(self._device)
+            if num_rows == 2:
+                self._side.wait_stream(main)
+                with torch.cuda.stream(self._side):
+                    for _ in range(NUM_IN_A_ROW):
+                        launch()
+            for _ in range(NUM_IN_A_ROW):
+                launch()
+            if num_rows == 2:
+                main.wait_stream(self._side)
+        graph.replay()
+        times = []
+        for _ in range(NUM_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return min(times) / NUM_IN_A_ROW
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock) -> dict[str, Cost]:
+    """Every kernel of a plan, each where its turn is, so that what it reads is what it would read. Kernels with the same key cost the
+    same; each is measured once."""
+    tensors = bound.tensors(values)
+    flow = bound.program.flow
+    known: dict[Any, Cost] = {}
+    found: dict[str, Cost] = {}
+    for launch, call, drops in zip(bound.plan.launches, bound.calls, bound.drops):
+        for i in drops:
+            tensors[i] = None
+        (name, _), = launch.calls
+        key = keys[name]
+        if key not in known:
+            changed = {flow.value[v].home or v for v in flow.op(name).mutates}
+            mine = [tensors[arg.view] for arg in call.args if arg.view >= 0 and bound.views[arg.view].value in changed]
+            before = [t.clone() for t in mine]
+            # results go nowhere: they would take the place of those that later kernels read
+            known[key] = clock.cost(lambda call=call: call(list(tensors)))  # type: ignore[misc]
+            for tensor, old in zip(mine, before):
+                tensor.copy_(old)
+        found[name] = known[key]
+        call(tensors)
+    clock.synchronise()
+    return found
+
+
+def compare(ways: Sequence[Callable[[], Any]], clock: Clock) -> list[float]:
+    """Microseconds per call of each way, in turns: the median round of each."""
+    for way in ways:
+        for _ in range(NUM_WARM):
+            way()
+    clock.synchronise()
+    num_calls = []
+    for way in ways:
+        began = time.perf_counter()
+        way()
+        clock.synchronise()
+        num_calls.append(max(1, min(50, int(LIMIT_S / NUM_ROUNDS / max(time.perf_counter() - began, 1e-6)))))
+    rounds: list[list[float]] = [[] for _ in ways]
+    for _ in range(NUM_ROUNDS):
+        for times, way, n in zip(rounds, ways, num_calls):
+            began = time.perf_counter()
+            for _ in range(n):
+                way()
+            clock.synchronise()
+            times.append((time.perf_counter() - began) / n * 1e6)
+    return [statistics.median(times) for times in rounds]

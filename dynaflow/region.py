@@ -1,0 +1,314 @@
+"""One graph that Inductor compiled, run under plans of its kernels.
+
+A region is called as Inductor's own callable is: a list of arguments, which it empties, and a sequence of results. Its numbers (sizes)
+tell cases apart. Per case:
+
+1. The first call runs Inductor's wrapper, with a look at what extern kernels return.
+2. The second makes the kernels' flow and a plan. Under the strategy "auto" it measures what the kernels cost, searches for plans, lets
+   the best of them and Inductor's own callable run in turns on copies of this call's arguments, and keeps the fastest. The choice is
+   remembered on disk. Any other strategy gets what it asks for.
+3. Later calls run what was chosen: on CUDA as one recording, on the CPU on lanes.
+
+Whatever is not understood runs as Inductor has it: said once, counted, raised instead when strict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import types
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+
+from dynaflow import disk, errors
+from dynaflow.context import Context, current_tags
+from dynaflow.costs import Cost, bound_us
+from dynaflow.inductor.kernels import Kernels, Observed, kernels
+from dynaflow.inductor.source import NotUnderstood
+from dynaflow.inductor.units import ALIGNMENT
+from dynaflow.ir import Plan
+from dynaflow.measure import clock_for, compare, measure_costs
+from dynaflow.memory import place
+from dynaflow.planned import finish_plan
+from dynaflow.planner import run_strategy, sequential_plan
+from dynaflow.recorded import PlanBody, streams_for, touches_host, why_unrecordable
+from dynaflow.runtime import fake, generated, graphs, threads
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.program import Bound
+from dynaflow.search import search
+from dynaflow.settings import Settings
+from dynaflow.strategies import Auto
+from dynaflow.verify import verify
+
+log = logging.getLogger("dynaflow")
+
+# cases of one region: sizes beyond these run as Inductor has them
+MAX_CASES = 16
+# plans that are tried on the device, and the most streams that they have
+NUM_TRIED, MAX_STREAMS = 3, 16
+# a plan that gains less than this is not worth its memory
+MIN_GAIN = 0.01
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class Region:
+    def __init__(self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int]):
+        self.name, self.text, self.module, self.settings, self.static = name, text, module, settings, tuple(static)
+        self.plain = plain
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.cases: dict[tuple[int, ...], Case] = {}
+        # why no case is made; empty while there may be
+        self.refusal = ""
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self.refusal:
+            return self.plain(args)
+        numbers = tuple([a for a in args if type(a) is int])
+        case = self.cases.get(numbers)
+        if case is None:
+            if len(self.cases) >= MAX_CASES:
+                self.refuse(f"more than {MAX_CASES} different sizes")
+                return self.plain(args)
+            case = self.cases[numbers] = Case(self)
+        return case(args)
+
+    def refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if self.settings.strict:
+            raise errors.FellBack(f"{self.name} would run as Inductor has it: {reason}.", fix="strict=False lets it")
+        if self.settings.count_fallback(reason):
+            log.warning("%s runs as Inductor has it: %s", self.name, reason)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a case, and why."""
+
+    # empty: Inductor's own callable
+    plan: str
+    # microseconds per call of what was tried; of the bound: simulated
+    times_us: Mapping[str, float]
+    costs: Mapping[str, Cost]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.times_us.items())
+        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({times or 'as the strategy asks'})"
+
+    def dump(self) -> str:
+        costs = {name: (cost.us, cost.share) for name, cost in self.costs.items()}
+        return json.dumps({"plan": self.plan, "times_us": dict(self.times_us), "costs": costs})
+
+    @staticmethod
+    def parse(text: str) -> Choice:
+        read = json.loads(text)
+        return Choice(read["plan"], read["times_us"], {name: Cost(*cost) for name, cost in read["costs"].items()})
+
+
+class Case:
+    """A region for given numbers."""
+
+    def __init__(self, region: Region):
+        self.region = region
+        self.kernels: Kernels | None = None
+        self.choice: Choice | None = None
+        self.bound: Bound | None = None
+        self._way: Boxed | None = None
+        self._seen: Mapping[str, Any] | None = None
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._way is not None:
+            return self._way(args)
+        with self.region.settings.lock:
+            try:
+                if self._seen is None:
+                    return self._observe(args)
+                if self._way is None and not _is_capturing(args):
+                    self._choose(args)
+            except NotUnderstood as reason:
+                self.region.refuse(str(reason))
+        return (self._way or self.region.plain)(args)
+
+    # -- 1. the first call
+
+    def _observe(self, args: list[Any]) -> Sequence[Any]:
+        region = self.region
+        call = Observed(region.text, region.module.__dict__)
+        results, self._seen = call(args, getattr(region.module, "runner", None))
+        return results
+
+    # -- 2. the choice
+
+    def _choose(self, args: list[Any]) -> None:
+        region, settings = self.region, self.region.settings
+        assert self._seen is not None
+        made = self.kernels = kernels(region.text, region.module.__dict__, args, self._seen, region.name, region.static)
+        device = _device(args)
+        for op in made.flow.ops:
+            if why := why_unrecordable([op.name]) or ("it touches the host" if touches_host(made.flow, op, made.program.layouts, device) else ""):
+                raise NotUnderstood(f"{op.name}: {why}")
+        if isinstance(settings.strategy, Auto):
+            self.choice = self._remembered(args) or self._compared(args)
+        else:
+            self.choice = Choice(str(self._asked(args)), {}, {})
+        if self.choice.plan:
+            self.bound = self._bind(Plan.parse(self.choice.plan))
+            self._way = Way(self, self.bound, device)
+            settings.count(plans=1, binds=1)
+            settings.note_peak(self.bound.peak_bytes)
+        else:
+            self._way = region.plain
+        log.info("%s: %d kernels run under %s", region.name, len(made.flow.ops), self.choice)
+
+    def _asked(self, args: Sequence[Any]) -> Plan:
+        """The strategy's own plan. It sees no batch: kernels are made for all of it."""
+        assert self.kernels is not None
+        facts = {"batch_size": 1, "device": str(_device(args)), "needs_grad": False, **{f"tag.{k}": v for k, v in current_tags().items()}}
+        planner = run_strategy(self.kernels.flow, self.region.settings.strategy, Context(facts))
+        return finish_plan(self.kernels.flow, planner.finish(), None, self.kernels.allocated)
+
+    def _bind(self, plan: Plan) -> Bound:
+        assert self.kernels is not None
+        return Binder(plan, self.kernels.program).bind({})
+
+    def _compared(self, args: Sequence[Any]) -> Choice:
+        """The fastest of Inductor's own callable, the kernels in program order, and the best plans that are found."""
+        made, device = self.kernels, _device(args)
+        assert made is not None
+        given = [a.clone() if i in made.changed else a for i, a in enumerate(args)]
+        clock = clock_for(device)
+        with torch.no_grad(), _same_random_numbers(device):
+            serial = self._bind(finish_plan(made.flow, sequential_plan(made.flow, ""), None, made.allocated))
+            costs = measure_costs(serial, {name: given[i] for i, name in made.inputs}, made.keys, clock)
+            limit = serial.peak_bytes * self.region.settings.max_memory
+            bounds = {"one stream": serial}
+            for candidate in search(made.flow, costs, max_streams=MAX_STREAMS):
+                if candidate.num_streams > 1 and len(bounds) <= NUM_TRIED:
+                    plan = place(made.flow, candidate.plan, made.allocated)
+                    verify(plan, made.flow)
+                    bound = self._bind(plan)
+                    if bound.peak_bytes <= limit:
+                        bounds[f"{candidate.num_streams} streams ({len(bounds)})"] = bound
+            ways: list[Boxed] = [self.region.plain, *(Way(self, bound, device) for bound in bounds.values())]
+            times = compare([lambda way=way: way(list(given)) for way in ways], clock)  # type: ignore[misc]
+        names = ["Inductor", *bounds]
+        best = min(range(len(names)), key=lambda i: times[i] * (1 - MIN_GAIN * (i == 0)))
+        plan_text = str(bounds[names[best]].plan) if best else ""
+        named = {**dict(zip(names, times)), "bound": bound_us(made.flow, costs)}
+        choice = Choice(plan_text, named, costs)
+        disk.save(self._path(args), choice.dump())
+        return choice
+
+    def _remembered(self, args: Sequence[Any]) -> Choice | None:
+        assert self.kernels is not None
+        text = disk.load(self._path(args))
+        if text is None:
+            return None
+        try:
+            choice = Choice.parse(text)
+            if choice.plan:
+                verify(Plan.parse(choice.plan), self.kernels.flow)
+        except Exception as error:  # noqa: BLE001 (whatever another version left there)
+            log.info("%s: the choice that was kept is of no use: %s: %s", self.region.name, type(error).__name__, error)
+            return None
+        return choice
+
+    def _path(self, args: Sequence[Any]) -> Any:
+        """Of the choice for this code, these sizes and this machine."""
+        region, device = self.region, _device(args)
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
+        lie = [a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args]
+        key = repr((region.digest, region.name, lie, machine, torch.__version__, region.settings.max_memory, region.settings.runtime))
+        return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+class Way:
+    """A case under a plan: on CUDA in one recording, on the CPU on lanes."""
+
+    def __init__(self, case: Case, bound: Bound, device: torch.device):
+        assert case.kernels is not None
+        self._region, self._kernels, self._bound, self._device = case.region, case.kernels, bound, device
+        self._runtime, _, self._order = case.region.settings.runtime.partition(":")
+        settings = case.region.settings
+        is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
+        self._recordings = graphs.Recordings(case.region.name, device, settings.pool, settings.borrow) if is_recorded else None
+        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "")
+        self._names = [name for name, _ in bound.outputs]
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        made = self._kernels
+        with torch.no_grad():
+            outputs = self._recorded(args) if self._recordings is not None else None
+            if outputs is None:
+                outputs = self._issue(self._aligned(args))
+        self._region.settings.count_planned(self._bound.num_launches, 0)
+        results = made.hand_out(args, dict(zip(self._names, outputs)))
+        args.clear()
+        return results
+
+    def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
+        assert self._recordings is not None
+        outputs = self._recordings.replay(self._bound, args)
+        if outputs is None and self._is_aligned(args):
+            outputs = self._recordings.record(self._bound, args, lambda: self._slots(args), self._body)
+        return outputs
+
+    def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
+        """Inputs that are copied: all but those that stay where they are."""
+        fixed = {*self._region.static, *self._kernels.changed}
+        return {i: None for i, _ in self._kernels.inputs if i not in fixed and not graphs.is_lent(args[i])}
+
+    def _is_aligned(self, args: Sequence[Any]) -> bool:
+        copied = self._slots(args)
+        return not any(args[i].data_ptr() % ALIGNMENT for i, _ in self._kernels.inputs if i not in copied)
+
+    def _aligned(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Compiled code assumes that what it reads is aligned."""
+        if self._device.type != "cuda":
+            return args
+        odd = {i for i, _ in self._kernels.inputs if args[i].data_ptr() % ALIGNMENT}
+        return args if not odd else [a.clone() if i in odd else a for i, a in enumerate(args)]
+
+    def _issue(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        bound = self._bound
+        values = {name: args[i] for i, name in self._kernels.inputs}
+        if self._device.type == "cuda" or self._runtime in ("serial", "graph") or not bound.streams:
+            return generated.run(bound, values, streams_for(self._device if self._device.type == "cuda" else None, bound))
+        is_fake = self._runtime == "fake"
+        tensors = bound.tensors(values, poison=is_fake)
+        run = Run(bound, tensors, {})
+        if is_fake:
+            fake.issue(bound, run, int(self._order) if self._order.isdigit() else self._order or "issue")
+        else:
+            threads.issue(bound, run)
+        return list(bound.results(tensors).values())
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    devices = [a.device for a in args if isinstance(a, torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def _is_capturing(args: Sequence[Any]) -> bool:
+    return _device(args).type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _same_random_numbers:
+    """What is drawn inside does not show outside."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __enter__(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        self._state = torch.cuda.get_rng_state(self._device) if is_cuda else torch.get_rng_state()
+
+    def __exit__(self, *_: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            torch.set_rng_state(self._state)
