@@ -23,10 +23,10 @@ from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
-from dynaflow.engine import CapturedGraph, serialised
+from dynaflow.engine import CapturedGraph
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.hooks import Hooks, State
-from dynaflow.ongoing import Ongoing, ongoing
+from dynaflow.ongoing import Ongoing, ongoing, serialised
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential

@@ -13,10 +13,9 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +31,7 @@ from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Op, Part, Plan, evaluate
 from dynaflow.memory import can_be_loose
-from dynaflow.ongoing import ongoing
+from dynaflow.ongoing import is_serialised, ongoing
 from dynaflow.partition import partition
 from dynaflow.planned import Fallback, Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
@@ -57,17 +56,6 @@ log = logging.getLogger("dynaflow")
 MAX_BOUND = 1024
 
 _NOTHING = nullcontext()
-_serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
-
-
-@contextmanager
-def serialised() -> Iterator[None]:
-    """Calls inside run the same plans on one stream."""
-    token = _serialised.set(True)
-    try:
-        yield
-    finally:
-        _serialised.reset(token)
 
 
 class Rows(NamedTuple):
@@ -145,6 +133,7 @@ class CapturedGraph:
 
     def _region(self, compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Any:
         plain = compiled.current_callable
+        assert plain is not None
         try:
             module = loaded_module(compiled)
         except NotCompiled as error:
@@ -256,7 +245,7 @@ class CapturedGraph:
                 return self._whole(*args)
             else:
                 bound = bound.bound
-        if _serialised.get():
+        if is_serialised():
             bound = self._serial_bound(bound, sizes)
         elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
             padded = self._padding.sizes(sizes)

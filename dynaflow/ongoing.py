@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -84,3 +85,20 @@ class Ongoing:
 
 
 ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=None)
+
+
+_serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
+
+
+def is_serialised() -> bool:
+    return _serialised.get()
+
+
+@contextmanager
+def serialised() -> Iterator[None]:
+    """Calls inside run the same launches on one stream."""
+    token = _serialised.set(True)
+    try:
+        yield
+    finally:
+        _serialised.reset(token)

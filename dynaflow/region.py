@@ -26,12 +26,14 @@ import torch
 from dynaflow import disk, errors
 from dynaflow.context import Context, current_tags
 from dynaflow.costs import Cost, bound_us
-from dynaflow.inductor.kernels import Kernels, Observed, kernels
+from dynaflow.inductor.kernels import Kernels, kernels
+from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Plan
 from dynaflow.measure import clock_for, compare, measure_costs
 from dynaflow.memory import place
+from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import PlanBody, streams_for, touches_host, why_unrecordable
@@ -66,7 +68,7 @@ class Region:
         self.refusal = ""
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if self.refusal:
+        if self.refusal or is_serialised():
             return self.plain(args)
         numbers = tuple([a for a in args if type(a) is int])
         case = self.cases.get(numbers)
@@ -76,6 +78,11 @@ class Region:
                 return self.plain(args)
             case = self.cases[numbers] = Case(self)
         return case(args)
+
+    def forget(self) -> None:
+        """Choose anew."""
+        self.cases.clear()
+        self.refusal = ""
 
     def refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -122,7 +129,7 @@ class Case:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self._way is not None:
-            return self._way(args)
+            return self._run(args)
         with self.region.settings.lock:
             try:
                 if self._seen is None:
@@ -131,6 +138,11 @@ class Case:
                     self._choose(args)
             except NotUnderstood as reason:
                 self.region.refuse(str(reason))
+        return self._run(args)
+
+    def _run(self, args: list[Any]) -> Sequence[Any]:
+        if self.bound is not None:
+            self.region.settings.count_planned(self.bound.num_launches, 0)
         return (self._way or self.region.plain)(args)
 
     # -- 1. the first call
@@ -148,9 +160,11 @@ class Case:
         assert self._seen is not None
         made = self.kernels = kernels(region.text, region.module.__dict__, args, self._seen, region.name, region.static)
         device = _device(args)
-        for op in made.flow.ops:
-            if why := why_unrecordable([op.name]) or ("it touches the host" if touches_host(made.flow, op, made.program.layouts, device) else ""):
+        for op, target in zip(made.flow.ops, made.targets):
+            if why := why_unrecordable([target.removeprefix("torch.ops.")]):
                 raise NotUnderstood(f"{op.name}: {why}")
+            if touches_host(made.flow, op, made.program.layouts, device):
+                raise NotUnderstood(f"{op.name} touches memory of the host, or of another device")
         if isinstance(settings.strategy, Auto):
             self.choice = self._remembered(args) or self._compared(args)
         else:
@@ -245,7 +259,6 @@ class Way:
             outputs = self._recorded(args) if self._recordings is not None else None
             if outputs is None:
                 outputs = self._issue(self._aligned(args))
-        self._region.settings.count_planned(self._bound.num_launches, 0)
         results = made.hand_out(args, dict(zip(self._names, outputs)))
         args.clear()
         return results

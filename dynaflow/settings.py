@@ -82,7 +82,8 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        return self.compiler == "inductor" or self.partition == "kernels" or (self.compiler == "auto" and device.type == "cuda" and has_triton())
+        is_asked = self.compiler == "inductor" or self.partition == "kernels"
+        return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def wants_kernels(self, device: torch.device) -> bool:
         """Whether the ops to be planned are the kernels that Inductor makes of the graph."""

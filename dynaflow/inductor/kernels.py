@@ -20,31 +20,19 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Mapping, NamedTuple, Sequence
 
 import torch
 
-from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures
-from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, find_call, read
+from dynaflow.inductor.places import Place, are_disjoint
+from dynaflow.inductor.signature import READ, WRITE, Effects, Signatures
+from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
 from dynaflow.ir import Flow, Op, Value
 from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
 
 WHOLE_BATCH = "a kernel runs over the whole batch"
 ALLOCATES = "an extern kernel allocates its own result"
-
-
-class Place(NamedTuple):
-    """Elements of a value's memory."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def extent(self) -> int:
-        """From the first element to behind the last."""
-        return 0 if 0 in self.shape else 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,8 @@ class Kernels:
     # (argument's position, value) of the tensors that come in; those that are changed in place
     inputs: tuple[tuple[int, str], ...]
     changed: tuple[int, ...]
+    # per op, what its statement calls
+    targets: tuple[str, ...]
     # op -> what tells kernels apart that cost the same: the kernel, its numbers, and how its tensors lie
     keys: Mapping[str, Any]
     # what the wrapper returns: (value, place of it or None for all of it), or a constant in a tuple of one
@@ -73,7 +63,7 @@ class Kernels:
                 continue
             tensor = outputs[result[0]] if result[0] in outputs else given[result[0]]
             place = result[1]
-            found.append(tensor if place is None else _view(tensor, place))
+            found.append(tensor if place is None else place.of(tensor))
         return tuple(found)
 
 
@@ -84,57 +74,6 @@ def kernels(
     extern kernels returned in a call of these numbers (`observed`). `static`: arguments that stay where they are, such as parameters.
     """
     return _Reader(text, scope, args, seen).read(name, frozenset(static))
-
-
-# -- 0. what extern kernels return
-
-
-class Observed:
-    """The wrapper's call with a look at every result of an extern kernel: what the text does not say about them."""
-
-    def __init__(self, text: str, scope: dict[str, Any]):
-        tree = ast.parse(text)
-        wrapper = read(text)
-        self._names = {s.makes for s in wrapper.statements if s.kind in ("own", "item")}
-        function = find_call(tree)
-        self._is_method = function not in tree.body
-        function.body = self._watched(function.body)
-        make = ast.parse("def make(_df_see):\n    return call").body[0]
-        assert isinstance(make, ast.FunctionDef)
-        make.body.insert(0, function)
-        found: dict[str, Any] = {}
-        exec(compile(ast.fix_missing_locations(ast.Module([make], [])), "<observed>", "exec"), scope, found)  # noqa: S102
-        self._make = found["make"]
-
-    def _watched(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        lines: list[ast.stmt] = []
-        for node in body:
-            if isinstance(node, ast.With):
-                node.body = self._watched(node.body)
-            lines.append(node)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in self._names:
-                name = node.targets[0].id
-                lines.append(ast.parse(f"_df_see({name!r}, {name})").body[0])
-        return lines
-
-    def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
-        """What `call` returns, and what was seen."""
-        seen: dict[str, Geometry] = {}
-        # storage -> who lies there; storages are kept, so that no two of them have had the same address
-        storages = {a.untyped_storage().data_ptr(): "an argument" for a in args if isinstance(a, torch.Tensor)}
-        kept: list[Any] = []
-
-        def see(name: str, value: Any) -> None:
-            if not isinstance(value, torch.Tensor):
-                return
-            storage = value.untyped_storage()
-            kept.append(storage)
-            other = storages.setdefault(storage.data_ptr(), name)
-            if other == name and type(value) is torch.Tensor:
-                seen[name] = Geometry(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-        call = self._make(see)
-        return (call(runner, args) if self._is_method else call(args)), seen
 
 
 class _Value:
@@ -222,9 +161,10 @@ class _Reader:
         units = {op.name: self._unit(op.name, kernel) for op, kernel in zip(flow.ops, self._kernels)}
         changed = {value for op in flow.ops for value in op.mutates}
         allocated = frozenset(value.name for kernel in self._kernels for value, _ in kernel.made)
+        keys = {op.name: self._key(kernel) for op, kernel in zip(flow.ops, self._kernels)}
         return Kernels(
             flow, Program(flow, units, layouts, compiler=_AsTheyAre()), allocated, tuple(inputs),
-            tuple(i for i, arg in inputs if arg in changed), {op.name: self._key(k) for op, k in zip(flow.ops, self._kernels)}, returns,
+            tuple(i for i, arg in inputs if arg in changed), tuple(k.target for k in self._kernels), keys, returns,
         )  # fmt: skip
 
     # -- 1. names
@@ -251,8 +191,8 @@ class _Reader:
         elif s.kind == "alias":
             base = s.uses[0]
             is_reuse = bool(rest) and rest[0].kind == "free" and rest[0].uses == (base,)
-            shape = None if s.shape is None else self._sizes(s.shape)
-            self._names[s.makes] = _Name(None, base, shape, self._sizes(s.stride), self._number(s.offset), is_reuse)
+            view = None if s.shape is None else self._sizes(s.shape)
+            self._names[s.makes] = _Name(None, base, view, self._sizes(s.stride), self._number(s.offset), is_reuse)
             self._live[id(self._value(base))].add(s.makes)
         elif s.kind == "item":
             if s.makes not in self._names and any(s.makes in r.uses for r in rest if r.kind not in ("free", "assert")):
@@ -279,15 +219,15 @@ class _Reader:
         old = self._value(name)
         if found.is_reuse and mode == WRITE and self._live[id(old)] <= {name, *self._aliases(name)}:
             base, place = self._peek(found.base)
-            shape, stride = (place.shape, place.stride) if found.shape is None else (found.shape, found.stride)
-            geometry = Geometry(shape, stride, base.geometry.dtype, base.geometry.device)
+            lie = place if found.shape is None else Place(0, found.shape, found.stride)
+            geometry = Geometry(lie.shape, lie.stride, base.geometry.dtype, base.geometry.device)
             mine = self._live[id(old)]
             value = self._bind_value(name, geometry, "temp")
             self._live[id(value)] = set(mine)
             return value, value.place
         value, place = self._resolve(found.base, mode)
         if found.is_reuse:
-            self._names[name] = replace_name(found, is_reuse=False)
+            self._names[name] = found._replace(is_reuse=False)
         if found.shape is None:
             return value, place
         return value, Place(place.offset + found.offset, found.shape, found.stride)
@@ -396,7 +336,9 @@ class _Reader:
         made = {v.name for v in self._values if v.role in ("input", "param")}
         ops = []
         for number, kernel in enumerate(self._kernels):
-            reads, writes, mutates = {}, {value.name: None for value, _ in kernel.made}, {}
+            reads: dict[str, None] = {}
+            mutates: dict[str, None] = {}
+            writes: dict[str, None] = {value.name: None for value, _ in kernel.made}
             for value, place, mode in kernel.touched:
                 part = value.pieces.get(place, value.name)
                 covers = {part, value.name} if part != value.name else {value.name, *value.pieces.values()}
@@ -474,44 +416,3 @@ class _AsTheyAre:
 
     def entry(self, unit: Unit, sizes: Mapping[str, Any]) -> Entry:
         return Entry(unit.fn, (ALLOCATES,) * len(unit.outs), source="kernel")
-
-
-def replace_name(name: _Name, **changes: Any) -> _Name:
-    return name._replace(**changes)
-
-
-def _view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    return torch.as_strided(tensor, place.shape, place.stride, tensor.storage_offset() + place.offset)
-
-
-def are_disjoint(a: Place, b: Place) -> bool:
-    """Whether two places of one memory share no element; False where that is not sure.
-
-    Places with the same steps are boxes on one grid, if no step reaches over the next larger one: then they are disjoint exactly if they
-    are along one of its axes.
-    """
-    if a.extent == 0 or b.extent == 0 or a.offset + a.extent <= b.offset or b.offset + b.extent <= a.offset:
-        return True
-    if a.offset > b.offset:
-        a, b = b, a
-    sizes: dict[int, list[int]] = {}
-    for k, place in enumerate((a, b)):
-        for size, step in zip(place.shape, place.stride):
-            if size > 1:
-                row = sizes.setdefault(step, [1, 1])
-                if row[k] > 1 or step <= 0:
-                    return False
-                row[k] = size
-    distance, reach, is_apart = b.offset - a.offset, 0, False
-    axes = []
-    for step, (mine, other) in sorted(sizes.items(), reverse=True):
-        start, distance = divmod(distance, step)
-        axes.append((step, max(mine, start + other)))
-        is_apart = is_apart or start >= mine
-    if distance:
-        return False
-    for step, length in reversed(axes):
-        if reach >= step:
-            return False
-        reach += (length - 1) * step
-    return is_apart

@@ -159,7 +159,7 @@ def _literals(node: ast.expr) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values):
-            if isinstance(key, ast.Constant):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 try:
                     found[key.value] = ast.literal_eval(value)
                 except ValueError:

@@ -3,6 +3,7 @@
     program = random_program(7); print(program.source); model = program.model(); args, kwargs = program.inputs(8)
     python -m dynaflow.testing.programs --programs 200
     python -m dynaflow.testing.programs --programs 20 --compiler inductor       # units compiled: minutes
+    python -m dynaflow.testing.programs --programs 20 --kernels                 # ops are Inductor's kernels: minutes
 
 A program is a tree of modules over inputs [B, ...] (or [S, B, ...]), parameters and buffers. It is valid in eager mode for every
 batch size, and deterministic. Whatever decides by comparison (a mask, an argmax) is computed exactly, so that no rounding flips it.
@@ -37,6 +38,7 @@ import dynaflow as df
 from dynaflow.capture import Compiled
 from dynaflow.engine import CapturedGraph
 from dynaflow.settings import read_settings
+from dynaflow.strategies import Auto
 from dynaflow.strategy import Strategy
 from dynaflow.testing.program_ops import D, S, Scope, Shape, T, Var, steps
 from dynaflow.testing.strategies import RandomStrategy
@@ -253,13 +255,17 @@ class _Kept(CapturedGraph):
         self.plans.clear()
         self._bound.clear()
         self._serial.clear()
+        for region in self.regions:
+            region.forget()
 
 
-def _ways_to_run(seed: int, rng: random.Random, compiler: str) -> list[tuple[Strategy, str, int]]:
+def _ways_to_run(seed: int, rng: random.Random, compiler: str, kernels: bool = False) -> list[tuple[Strategy, str, int]]:
     """(strategy, runtime, calls per size). Compiling takes seconds: two strategies per program. What is recorded is recorded by the
     second call and replayed by the third; whether anything is recorded is decided at capture."""
     strategies: list[Strategy] = [df.TwoBatch(), df.NanoBatch(3), df.Branches(3), RandomStrategy(seed)]
     fakes = ["fake:lazy", "fake:greedy", f"fake:{seed}", f"fake:{seed + 1}", "threads"]
+    if kernels:  # looked at by the first call, planned by the second
+        return [(strategy, rng.choice(["serial", "graph", *fakes]), 3) for strategy in (df.Branches(3), RandomStrategy(seed), Auto())]
     if compiler == "eager":
         return [(strategy, rng.choice(fakes), 1) for strategy in strategies]
     # Sequential last: a graph that is captured under it is never planned
@@ -269,16 +275,17 @@ def _ways_to_run(seed: int, rng: random.Random, compiler: str) -> list[tuple[Str
     return [(strategy, rng.choice(["auto", "serial", *fakes]), 1) for strategy in strategies]
 
 
-def check_program(program: Program, tally: Tally, compiler: str = "eager") -> None:
+def check_program(program: Program, tally: Tally, compiler: str = "eager", kernels: bool = False) -> None:
     rng = random.Random(program.seed)
     model = program.model()
     torch._dynamo.reset()
-    settings = read_settings(strategy="two_batch", partition=program.partition, batch=program.batch, compiler=compiler)
+    partition = "kernels" if kernels else program.partition
+    settings = read_settings(strategy="two_batch", partition=partition, batch=program.batch, compiler="auto" if kernels else compiler)
     fast, stats = Compiled(model, settings, _Kept), settings.stats
     sizes = list(BATCH_SIZES)
     if rng.random() < 0.3:
         rng.shuffle(sizes)
-    for strategy, runtime, num_calls in _ways_to_run(program.seed, rng, compiler):
+    for strategy, runtime, num_calls in _ways_to_run(program.seed, rng, compiler, kernels):
         settings.runtime, settings.strategy = runtime, strategy
         for graph in settings.graphs:
             graph.forget()
@@ -322,14 +329,14 @@ def check_call(program: Program, model: nn.Module, fast: Any, batch_size: int) -
     return problem and f"after the outputs were changed in place: {problem}"
 
 
-def check_many(seeds: Iterable[int], show: bool = False, compiler: str = "eager") -> Tally:
+def check_many(seeds: Iterable[int], show: bool = False, compiler: str = "eager", kernels: bool = False) -> Tally:
     tally = Tally()
     for seed in seeds:
         program = random_program(seed)
         if show:
             print(f"# program {seed}: batch={program.batch}, partition={program.partition}, layouts={program.layouts}\n{program.source}")
         if is_valid(program):
-            check_program(program, tally, compiler)
+            check_program(program, tally, compiler, kernels)
         else:
             tally.counts["invalid"] += 1
     torch._dynamo.reset()
@@ -341,10 +348,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--kernels", action="store_true", help="ops are the kernels that Inductor makes; against its own order, too")
     parser.add_argument("--show", action="store_true", help="print the source of every program")
     options = parser.parse_args(argv)
     logging.getLogger("dynaflow").setLevel(logging.ERROR)  # fall backs are counted
-    tally = check_many(range(options.seed, options.seed + options.programs), options.show, options.compiler)
+    tally = check_many(range(options.seed, options.seed + options.programs), options.show, options.compiler, options.kernels)
     print(tally)
     return 1 if tally.violations else 0
 

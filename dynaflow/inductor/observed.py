@@ -1,0 +1,62 @@
+"""What a wrapper's text does not say: how the results of extern kernels lie in memory."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, Sequence
+
+import torch
+
+from dynaflow.inductor.source import find_call, read
+from dynaflow.runtime.program import Geometry
+
+
+class Observed:
+    """The wrapper's `call`, with a look at every result of an extern kernel.
+
+    Results that share memory with an argument or with each other are not reported, nor are those that are no plain tensors.
+    """
+
+    def __init__(self, text: str, scope: dict[str, Any]):
+        tree = ast.parse(text)
+        wrapper = read(text)
+        self._names = {s.makes for s in wrapper.statements if s.kind in ("own", "item")}
+        function = find_call(tree)
+        self._is_method = function not in tree.body
+        function.body = self._watched(function.body)
+        make = ast.parse("def make(_df_see):\n    return call").body[0]
+        assert isinstance(make, ast.FunctionDef)
+        make.body.insert(0, function)
+        found: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(ast.Module([make], [])), "<observed>", "exec"), scope, found)  # noqa: S102
+        self._make = found["make"]
+
+    def _watched(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        lines: list[ast.stmt] = []
+        for node in body:
+            if isinstance(node, ast.With):
+                node.body = self._watched(node.body)
+            lines.append(node)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in self._names:
+                name = node.targets[0].id
+                lines.append(ast.parse(f"_df_see({name!r}, {name})").body[0])
+        return lines
+
+    def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
+        """What `call` returns, and what was seen."""
+        seen: dict[str, Geometry] = {}
+        # storage -> who lies there; storages are kept, so that no two of them have had the same address
+        storages = {a.untyped_storage().data_ptr(): "an argument" for a in args if isinstance(a, torch.Tensor)}
+        kept: list[Any] = []
+
+        def see(name: str, value: Any) -> None:
+            if not isinstance(value, torch.Tensor):
+                return
+            storage = value.untyped_storage()
+            kept.append(storage)
+            other = storages.setdefault(storage.data_ptr(), name)
+            if other == name and type(value) is torch.Tensor:
+                seen[name] = Geometry(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+        call = self._make(see)
+        return (call(runner, args) if self._is_method else call(args)), seen
