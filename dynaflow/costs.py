@@ -42,7 +42,7 @@ def check_costs(flow: Flow, costs: Costs) -> None:
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise OptionError(
-            f"costs are missing for {len(missing)} of {len(flow.ops)} ops of {flow.name}: {shown}.", fix="measure every op, or pass no costs")
+            f"{len(missing)} of {len(flow.ops)} ops of {flow.name} have no cost: {shown}.", fix="give a cost for every op, or none at all")
 
 
 def launch_cost(launch: Launch, costs: Costs) -> Cost:

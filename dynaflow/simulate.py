@@ -12,7 +12,6 @@ takes no time: nothing is counted for the streams' start and for the join at the
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -21,7 +20,7 @@ from dynaflow.costs import Cost, Costs, launch_cost
 from dynaflow.ir import Flow, Launch, Plan, Record
 from dynaflow.timeline import Span, Timeline
 
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +126,13 @@ def simulate(flow: Flow, plan: Plan, costs: Costs, device: Device | None = None)
     def start(i: int) -> None:
         machine.start(i, start_us[i], each[i], priority.get(launches[i].stream, 0))
 
-    for i, launch in enumerate(launches):
+    for i in range(len(launches)):
         if not num_unmet[i]:
             start(i)
-    while (i := machine.finish()) is not None:
-        end_us[i] = now_us = machine.now_us
-        for j in users[i]:
-            latency_us = device.edge_us if launches[j].stream == launches[i].stream else device.cross_us
+    while (done := machine.finish()) is not None:
+        end_us[done] = now_us = machine.now_us
+        for j in users[done]:
+            latency_us = device.edge_us if launches[j].stream == launches[done].stream else device.cross_us
             start_us[j] = max(start_us[j], now_us + latency_us)
             num_unmet[j] -= 1
             if not num_unmet[j]:
