@@ -1,8 +1,9 @@
 """Strategies that come with DynaFlow, one short file each."""
 
 from dynaflow.strategies.branches import Branches
+from dynaflow.strategies.greedy import Greedy
 from dynaflow.strategies.nano_batch import NanoBatch
 from dynaflow.strategies.sequential import Sequential
 from dynaflow.strategies.two_batch import TwoBatch
 
-__all__ = ["Branches", "NanoBatch", "Sequential", "TwoBatch"]
+__all__ = ["Branches", "Greedy", "NanoBatch", "Sequential", "TwoBatch"]

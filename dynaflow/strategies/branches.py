@@ -1,3 +1,4 @@
+from bisect import insort
 from collections import Counter
 
 from dynaflow.costs import Cost
@@ -10,90 +11,96 @@ from dynaflow.strategy import Strategy
 UNKNOWN = Cost(1.0, 0.0)
 FREE = Device(0.0, 0.0)
 
-# An op is critical if the longest path through it is no shorter than this share of the longest of all.
-CRITICAL = 0.97
+# Of the ready ops, so many are considered whenever one ends, the most urgent ones.
+MAX_LOOKS = 64
 
 
 class Branches(Strategy):
     """Independent ops of one batch on several streams, the critical path first; no split.
 
-    caller | A  B  B  D  F ...      B, C and E are ready behind A: B has the longest way to go and follows A without an event,
-    aux0   |    C     G    ...      C starts beside it, E behind C, and F after D and G
-    aux1   |    E  E       ...
+    caller | A  B  B  D  F ...      behind A, B has the longest way to go: it follows A without an event
+    aux0   |    C  G       ...      C starts beside it
+    aux1   |    E          ...      and so does E, if there is room for it on the device
 
     It plays the plan on the simulator's device while it makes it. Whenever an op ends, what is ready then takes a lane, the largest
-    `height_us` first: the lane on which it starts earliest. It waits for a lane that is busy only where an event costs more.
-    `prioritised` keeps a lane of higher priority for ops of the critical path. `max_load` holds ops back that would, beside what runs,
-    fill more of the device than this.
+    `height_us` first: the lane on which it starts earliest. It waits for a busy lane only where an event would cost more.
+
+    An op is critical if the longest path through it is at most the share `slack` shorter than the longest of all. Others are held back
+    while they do not fit on the device beside what runs. `prioritised` keeps a lane of higher priority for critical ops.
     """
 
-    def __init__(self, num_streams: int = 4, prioritised: bool = False, max_load: float | None = None, device: Device | None = None):
-        self.num_streams, self.prioritised, self.max_load, self.device = num_streams, prioritised, max_load, device
+    def __init__(self, num_streams: int = 6, prioritised: bool = False, slack: float = 0.1, device: Device | None = None):
+        self.num_streams, self.prioritised, self.slack, self.device = num_streams, prioritised, slack, device
 
     def schedule(self, flow: Planner) -> None:
         ready = flow.get_ready_ops()
-        has_costs = bool(ready) and ready[0].cost is not None
-        cost = {r: r.cost or UNKNOWN for r in (flow.find(op.name) for op in flow.ops)}
-        users = {r: r.users for r in cost}
-        num_unmet = Counter(user for r in cost for user in users[r])
-        deps: dict[ReadyOp, list[ReadyOp]] = {r: [] for r in cost}  # those that are over
-        path_us = max((r.height_us for r in ready), default=0.0)
-        depth_us = dict.fromkeys(cost, 0.0)  # the longest path to its start
+        items = [flow.find(op.name) for op in flow.ops]
+        has_costs = any(r.cost for r in items)
+        cost = {r: r.cost or UNKNOWN for r in items}
+        users = {r: r.users for r in items}
+        num_unmet = Counter(user for r in items for user in users[r])
+        deps: dict[ReadyOp, list[ReadyOp]] = {r: [] for r in items}  # of an op: what it depends on and is over
+        depth_us = dict.fromkeys(items, 0.0)  # the longest path to its start
+        critical_us = (1 - self.slack) * max((r.height_us for r in items), default=0.0)
 
         device = (self.device or Device()) if has_costs else FREE
-        saved_us = device.cross_us - device.edge_us
         machine: Machine[ReadyOp] = Machine()
-        load = 0.0
-        critical = [flow.stream("critical", priority=-1)] if self.prioritised and self.num_streams > 1 else []
-        lanes = [*critical, CALLER, *(flow.stream(f"aux{i}") for i in range(self.num_streams - 1 - len(critical)))]
-        idle = set(lanes)
+        load, num_running = 0.0, 0
+        urgent = flow.stream("critical", priority=-1) if self.prioritised and self.num_streams > 1 else ""
+        lanes = [CALLER, *(flow.stream(f"aux{i}") for i in range(self.num_streams - 1 - bool(urgent)))]
+        idle = {*lanes, urgent} - {""}
         lane_of: dict[ReadyOp, str] = {}
         tail: dict[str, ReadyOp] = {}
-        end_us: dict[ReadyOp, float] = {}  # of what runs: were it alone
+        end_us: dict[ReadyOp, float] = {}  # of what runs: at the load that it found
+
+        def urgency(r: ReadyOp) -> float:
+            return -r.height_us
+
+        def is_critical(r: ReadyOp) -> bool:
+            return depth_us[r] + r.height_us >= critical_us
 
         def start_us(r: ReadyOp, lane: str) -> float:
+            now_us = machine.now_us
             after = [end_us[d] + (device.edge_us if lane_of[d] == lane else device.cross_us) for d in deps[r]]
-            return max([machine.now_us, *after, *([end_us[tail[lane]] + device.edge_us] if lane in tail else ())])
+            if lane in tail:
+                after.append(device.edge_us + (end_us[tail[lane]] if lane in idle else max(now_us, end_us[tail[lane]])))
+            return max(now_us, *after) if after else now_us
+
+        def rank(r: ReadyOp, lane: str) -> tuple[float, bool, bool]:
+            last = tail.get(lane)
+            # Behind what still runs there, its end needs no event where both have a user in common.
+            saves = lane not in idle and last is not None and not set(users[last]).isdisjoint(users[r])
+            return start_us(r, lane) - (device.cross_us - device.edge_us) * saves, last not in deps[r], lane not in idle
 
         def choose(r: ReadyOp) -> str:
-            """Where it starts earliest. Behind what still runs there, its end needs no event where both have a user in common."""
             if CALLER in r.op.uses:
                 return CALLER
-            if critical and depth_us[r] + r.height_us < CRITICAL * path_us:
-                allowed = lanes[1:]
-            else:
-                allowed = [lane for lane in critical if lane in idle] or lanes
+            return urgent if urgent in idle and is_critical(r) else min(lanes, key=lambda lane: rank(r, lane))
 
-            def rank(lane: str) -> tuple[float, bool, int]:
-                last = tail.get(lane)
-                joins = lane not in idle and not set(users[last]).isdisjoint(users[r])
-                return start_us(r, lane) - saved_us * joins, last not in deps[r], lanes.index(lane)
-
-            return min(allowed, key=rank)
-
+        ready.sort(key=urgency)
         while True:
-            for r in sorted(ready, key=lambda r: -r.height_us):
+            for r in ready[:MAX_LOOKS]:
                 if not idle:
                     break
-                if self.max_load is not None and load and load + cost[r].share > self.max_load:
+                if num_running and load + cost[r].share > 1 and not is_critical(r):
                     continue
                 lane = choose(r)
                 if lane in idle:
                     at_us = start_us(r, lane)
-                    machine.start(r, at_us, cost[r], -1 if lane in critical else 0)
-                    end_us[r], lane_of[r], tail[lane] = at_us + cost[r].us, lane, r
-                    load += cost[r].share
+                    machine.start(r, at_us, cost[r], -1 if lane == urgent else 0)
+                    load, num_running = load + cost[r].share, num_running + 1
+                    end_us[r], lane_of[r], tail[lane] = at_us + cost[r].us * max(1.0, load), lane, r
                     idle.remove(lane)
                     ready.remove(r)
                     flow.execute(r, stream=lane)
             if (done := machine.finish()) is None:
                 break
             end_us[done] = machine.now_us
-            load -= cost[done].share
+            load, num_running = load - cost[done].share, num_running - 1
             idle.add(lane_of[done])
             for user in users[done]:
                 deps[user].append(done)
                 depth_us[user] = max(depth_us[user], depth_us[done] + cost[done].us)
                 num_unmet[user] -= 1
                 if not num_unmet[user]:
-                    ready.append(user)
+                    insort(ready, user, key=urgency)
