@@ -11,6 +11,9 @@ from dynaflow.strategy import Strategy
 UNKNOWN = Cost(1.0, 0.0)
 FREE = Device(0.0, 0.0)
 
+# Of the ready ops, so many are considered whenever one ends, the most urgent ones.
+MAX_LOOKS = 64
+
 
 class Branches(Strategy):
     """Independent ops of one batch on several streams, the critical path first; no split.
@@ -48,7 +51,7 @@ class Branches(Strategy):
         idle = {*lanes, urgent} - {""}
         lane_of: dict[ReadyOp, str] = {}
         tail: dict[str, ReadyOp] = {}
-        end_us: dict[ReadyOp, float] = {}  # of what runs: were it alone
+        end_us: dict[ReadyOp, float] = {}  # of what runs: at the load that it found
 
         def urgency(r: ReadyOp) -> float:
             return -r.height_us
@@ -57,14 +60,17 @@ class Branches(Strategy):
             return depth_us[r] + r.height_us >= critical_us
 
         def start_us(r: ReadyOp, lane: str) -> float:
+            now_us = machine.now_us
             after = [end_us[d] + (device.edge_us if lane_of[d] == lane else device.cross_us) for d in deps[r]]
-            return max([machine.now_us, *after, *([end_us[tail[lane]] + device.edge_us] if lane in tail else ())])
+            if lane in tail:
+                after.append(device.edge_us + (end_us[tail[lane]] if lane in idle else max(now_us, end_us[tail[lane]])))
+            return max(now_us, *after) if after else now_us
 
-        def rank(r: ReadyOp, lane: str) -> tuple[float, bool]:
+        def rank(r: ReadyOp, lane: str) -> tuple[float, bool, bool]:
             last = tail.get(lane)
             # Behind what still runs there, its end needs no event where both have a user in common.
             saves = lane not in idle and last is not None and not set(users[last]).isdisjoint(users[r])
-            return start_us(r, lane) - (device.cross_us - device.edge_us) * saves, last not in deps[r]
+            return start_us(r, lane) - (device.cross_us - device.edge_us) * saves, last not in deps[r], lane not in idle
 
         def choose(r: ReadyOp) -> str:
             if CALLER in r.op.uses:
@@ -73,7 +79,7 @@ class Branches(Strategy):
 
         ready.sort(key=urgency)
         while True:
-            for r in ready[:]:
+            for r in ready[:MAX_LOOKS]:
                 if not idle:
                     break
                 if num_running and load + cost[r].share > 1 and not is_critical(r):
@@ -82,8 +88,8 @@ class Branches(Strategy):
                 if lane in idle:
                     at_us = start_us(r, lane)
                     machine.start(r, at_us, cost[r], -1 if lane == urgent else 0)
-                    end_us[r], lane_of[r], tail[lane] = at_us + cost[r].us, lane, r
                     load, num_running = load + cost[r].share, num_running + 1
+                    end_us[r], lane_of[r], tail[lane] = at_us + cost[r].us * max(1.0, load), lane, r
                     idle.remove(lane)
                     ready.remove(r)
                     flow.execute(r, stream=lane)

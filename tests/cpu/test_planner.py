@@ -4,6 +4,7 @@ import pytest
 
 from dynaflow import errors
 from dynaflow.context import Context
+from dynaflow.costs import Cost
 from dynaflow.ir import WHOLE, Part
 from dynaflow.planner import plan
 from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
@@ -50,6 +51,54 @@ def test_branches_uses_several_streams_without_a_split():
     p = plan(diamond(), Branches(2), Context({"batch_size": 16}))
     streams = {launch.label: launch.stream for launch in p.launches}
     assert streams["b"] != streams["c"] and set(streams) == {"a", "b", "c", "d"}
+
+
+def test_the_callers_stream_may_be_used_without_being_declared():
+    p = run(lambda flow: drain(flow, stream="caller"))
+    assert {launch.stream for launch in p.launches} == {"caller"} and p.streams == ()
+
+
+COSTS = {"a": Cost(2.0, 0.1), "b": Cost(10.0, 0.5), "c": Cost(3.0), "d": Cost(1.0)}
+
+
+def test_ready_ops_have_costs_and_the_longest_path_to_the_end():
+    seen = {}
+
+    def body(flow):
+        while ready := flow.get_ready_ops():
+            seen.update({r.name: (r.cost, r.height_us, r.height) for r in ready})
+            flow.execute(ready[0])
+
+    plan(diamond(), schedule(body), costs=COSTS)
+    assert seen == {"a": (COSTS["a"], 13.0, 2), "b": (COSTS["b"], 11.0, 1), "c": (COSTS["c"], 4.0, 1), "d": (COSTS["d"], 1.0, 0)}
+
+
+def test_without_costs_every_op_counts_one():
+    seen = {}
+
+    def body(flow):
+        seen.update({name: (flow.find(name).cost, flow.find(name).height_us) for name in "abcd"})
+        drain(flow)
+
+    run(body, diamond())
+    assert seen == {"a": (None, 3.0), "b": (None, 2.0), "c": (None, 2.0), "d": (None, 1.0)}
+
+
+def test_a_part_costs_by_its_rows():
+    seen = []
+
+    def body(flow):
+        flow.split([0.25, 0.75])
+        seen.extend(flow.get_ready_ops())
+        drain(flow)
+
+    plan(diamond(), schedule(body), costs=COSTS)
+    assert [r.cost for r in seen] == [Cost(0.5, 0.1), Cost(1.5, 0.1)] and {r.height_us for r in seen} == {13.0}
+
+
+def test_rejects_costs_that_leave_an_op_out():
+    with pytest.raises(errors.OptionError, match="1 of 4 ops of diamond have no cost: d"):
+        plan(diamond(), schedule(drain), costs={name: COSTS[name] for name in "abc"})
 
 
 def test_sequential_gives_up_with_a_reason():
