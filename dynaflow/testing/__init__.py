@@ -11,7 +11,8 @@
 from dynaflow.testing.edits import harmless_edit, mutate_memory
 from dynaflow.testing.flows import Case, random_flow
 from dynaflow.testing.mutate import mutate
-from dynaflow.testing.mutate_groups import MUTATIONS
+from dynaflow.testing import mutate_groups  # noqa: F401 (it adds to MUTATIONS)
+from dynaflow.testing.mutate_pieces import MUTATIONS
 from dynaflow.testing.notation import flow_of
 from dynaflow.testing.oracle import show_wrong
 from dynaflow.testing.strategies import RandomStrategy

@@ -11,6 +11,9 @@ anywhere ends up in some output with near certainty.
     cols    [w, B]      the batch second; the buffer still has it outermost
     twice   [2B, w]     two rows per row of the batch
     state   [w]         no batch axis
+
+A piece is some of the columns of its home (of a state: some of its numbers). Who reads or changes it takes the home, and looks at
+these; who makes it takes the home as well, and writes there.
 """
 
 from __future__ import annotations
@@ -37,16 +40,30 @@ class Spec:
 
     name: str
     form: str
-    # an expression: a number, or a symbol
+    # an expression over the symbols
     width: str
     dtype: str = "int64"
+    # of a piece: the value that it is a piece of, and the column at which it begins there, as an expression
+    home: str = ""
+    start: str = ""
+
+    @property
+    def memory(self) -> str:
+        """The value that a unit takes for it."""
+        return self.home or self.name
+
+    def seen(self, tensor: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
+        """Itself, in the tensor that a unit takes for it."""
+        if not self.home:
+            return tensor
+        return tensor.narrow(1 if self.form == "rows" else 0, evaluate(self.start, sizes), evaluate(self.width, sizes))
 
     def value(self, role: str, storage: str) -> Value:
         rows = {"rows": "s0", "cols": "s0", "twice": "2*s0", "state": ""}[self.form]
         shape = {"rows": (rows, self.width), "cols": (self.width, rows), "twice": (rows, self.width), "state": (self.width,)}[self.form]
         nbytes = f"{_DTYPES[self.dtype].itemsize}*" + "*".join(part for part in (rows, self.width) if part)
         axis = {"rows": 0, "cols": 1, "twice": 0, "state": None}[self.form]
-        return Value(self.name, shape, self.dtype, nbytes, axis, role, storage)
+        return Value(self.name, shape, self.dtype, nbytes, axis, role, storage, self.home)
 
     def layout(self, is_mutated: bool, rng: random.Random) -> Layout:
         stride = {"rows": (self.width, "1"), "cols": ("1", self.width), "twice": (self.width, "1"), "state": ("1",)}[self.form]
@@ -71,7 +88,8 @@ def _hash(tensor: torch.Tensor, form: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mixer:
-    """An op's function. Takes its inputs (and the number of rows, where it has no input with rows), returns its outputs."""
+    """An op's function. Takes its inputs, the homes of the pieces that it makes (and the number of rows, where it has no input with
+    rows), writes the pieces, returns its other outputs."""
 
     key: int
     inputs: tuple[Spec, ...]
@@ -84,10 +102,15 @@ class Mixer:
     # the emulated random state: a counter, shared by all ops of the flow
     random_state: list[int] | None = None
 
+    @property
+    def pieces(self) -> list[Spec]:
+        return [spec for spec in self.outs if spec.home]
+
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         number: Any = self.key
         constant: Any = torch.tensor(self.key)
-        for i, (spec, tensor) in enumerate(zip(self.inputs, args)):
+        tensors = [spec.seen(tensor, self.sizes) for spec, tensor in zip((*self.inputs, *self.pieces), args)]
+        for i, (spec, tensor) in enumerate(zip(self.inputs, tensors)):
             mixed = _hash(tensor, spec.form) * (2 * i + 3)
             number = number + mixed
             if spec.form == "state":
@@ -95,16 +118,19 @@ class Mixer:
         if self.random_state is not None:
             self.random_state[0] = (self.random_state[0] * 6364136223846793005 + self.key) % 2**62
             number = number + self.random_state[0]
-        if len(args) > len(self.inputs):
+        if len(args) > len(tensors):
             number = torch.zeros(int(args[-1]), dtype=torch.int64) + number
         number = number ^ (number >> 23)
         if self.mixes_batch and number.dim():
             number = number + number.cumsum(0) + number.sum() * 5
         for i in self.mutated:
-            self._change(args[i], self.inputs[i], number)
+            self._change(tensors[i], self.inputs[i], number)
         # An op that may be split makes the same state on every part: from its states alone.
         from_rows = {True: number, False: number if self.mixes_batch else constant}
-        return tuple(self._make(spec, from_rows[spec.form != "state"], k) for k, spec in enumerate(self.outs))
+        made = [self._make(spec, from_rows[spec.form != "state"], k) for k, spec in enumerate(self.outs)]
+        for piece, result in zip(tensors[len(self.inputs) :], (m for m, spec in zip(made, self.outs) if spec.home)):
+            piece.copy_(result)
+        return tuple(m for m, spec in zip(made, self.outs) if not spec.home)
 
     def _change(self, tensor: torch.Tensor, spec: Spec, number: torch.Tensor) -> None:
         if spec.form == "state":
@@ -114,7 +140,7 @@ class Mixer:
             rows.mul_(5).add_((number[:, None] if number.dim() else number).to(tensor.dtype))
 
     def _make(self, spec: Spec, number: torch.Tensor, k: int) -> torch.Tensor:
-        width = self.sizes[spec.width] if spec.width in self.sizes else int(spec.width)
+        width = evaluate(spec.width, self.sizes)
         if spec.form == "state":
             return (number.sum() * _WEIGHTS[:width] + k).to(_DTYPES[spec.dtype])
         columns = width * 2 if spec.form == "twice" else width
@@ -158,7 +184,7 @@ class Case:
 
     def reference(self) -> dict[str, torch.Tensor]:
         """Outputs and, after the call, inputs: from the ops in program order, on plain tensors."""
-        tensors = self.inputs()
+        tensors = {**self.inputs(), **{home: self._empty(home) for home in self.flow.pieces}}
         for op in self.flow.ops:
             unit = self.program.units[op.name]
             args = [self.sizes[arg.text] if isinstance(arg, Expr) else tensors[arg] for arg in unit.args]
@@ -167,8 +193,9 @@ class Case:
         return {name: tensor for name, tensor in tensors.items() if name in kept}
 
     def can_fuse(self, op: str) -> bool:
-        """A replacement gets tensors alone: an op that takes a size as an argument stays as it is."""
-        return not any(isinstance(arg, Expr) for arg in self.program.units[op].args)
+        """A replacement gets tensors alone, and returns what it makes: an op that takes a size, or makes a piece, stays as it is."""
+        takes_sizes = any(isinstance(arg, Expr) for arg in self.program.units[op].args)
+        return not takes_sizes and not any(self.flow.value[v].home for v in self.flow.op(op).writes)
 
     def fuse(self, calls: Sequence[tuple[str, Part]], name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         """One function in the place of several calls: their external inputs in order of first use, their external outputs in order."""
@@ -176,7 +203,7 @@ class Case:
         made: dict[str, set[int]] = {}
         for op_name, part in calls:
             op = self.flow.op(op_name)
-            for value in (*op.reads, *op.mutates):
+            for value in map(self.flow.home, (*op.reads, *op.mutates)):
                 rows = self._rows(value, part)
                 is_given = any(v == value and self._rows(v, p) == rows for v, p in inputs)
                 assert not (is_given and made.get(value, set()) >= rows), f"{name} gets {value} {part}, which is made inside it"
@@ -245,7 +272,7 @@ class _Generator:
         self._inputs()
         choices = {
             self._row_wise: 9, self._mixing: 2, self._in_place: 3, self._counter: 2, self._random: 1.5, self._collective: 3,
-            self._source: 0.5, self._reduce: 1,
+            self._source: 0.5, self._reduce: 1, self._pieces: 1,
         }  # fmt: skip
         for i in range(num_ops or rng.randint(4, 30)):
             rng.choices(list(choices), list(choices.values()))[0](f"L{i // 4}.op{i}")
@@ -256,7 +283,8 @@ class _Generator:
         for op in self.ops:
             mixer = self.mixers[op.name]
             rows = () if any(spec.form != "state" for spec in mixer.inputs) or _is_state_only(mixer) else (Expr("s0"),)
-            units[op.name] = Unit(mixer, (*(spec.name for spec in mixer.inputs), *rows), op.writes)
+            args = (*(spec.memory for spec in (*mixer.inputs, *mixer.pieces)), *rows)
+            units[op.name] = Unit(mixer, args, tuple(spec.name for spec in mixer.outs if not spec.home))
         layouts = {s.name: s.layout(s.name in self.mutated, rng) for s in self.specs if self.role[s.name] in ("temp", "output")}
         return Case(seed, flow, Program(flow, units, layouts), self.sizes, {}, self.random_state).resized()
 
@@ -312,10 +340,11 @@ class _Generator:
             uses: tuple[str, ...] = (), kind: str = "", is_random: bool = False) -> None:  # fmt: skip
         kind = kind or self.rng.choices(("compute", "memory", "network", "copy"), (5, 2, 2, 1))[0]
         for spec in outs:
-            self._add(spec, "temp")
+            if spec.name not in self.role:
+                self._add(spec, "piece" if spec.home else "temp")
         names = tuple(spec.name for spec in inputs)
         changed = tuple(names[i] for i in mutated)
-        self.mutated.update(changed)
+        self.mutated.update(inputs[i].memory for i in mutated)
         # Sometimes what is changed in place is listed as read, too: both are legal.
         reads = names if self.rng.random() < 0.5 else tuple(n for n in names if n not in changed)
         self.ops.append(Op(name, kind, reads, tuple(spec.name for spec in outs), changed, uses, mixes, f"model.{name}"))
@@ -367,8 +396,42 @@ class _Generator:
         """Rows from nothing: an op that takes the batch size as an argument."""
         self._op(name, self._pick(1, lambda spec: spec.form == "state"), self._made(name, 1))
 
+    def _pieces(self, name: str) -> None:
+        """A concatenation: several ops each write some columns of one value. Perhaps one has written all of it before; then some columns
+        may belong to no piece. Others read and change pieces in between, and the whole behind them."""
+        rng = self.rng
+        form = rng.choices(("rows", "cols", "state"), (6, 1, 1))[0]
+        mixes = "it makes a value without a batch axis" if form == "state" else ""
+        dtype = self._spec("").dtype
+        widths = [self._spec("").width for _ in range(rng.randint(2, 4))]
+        is_whole_first = rng.random() < 0.3
+        starts = ["+".join(["0", *widths[:k]]) for k in range(len(widths))]
+        gap = rng.choice(("0", "2")) if is_whole_first else "0"
+        home = Spec(f"{name}:0", form, f"({'+'.join([*widths, gap])})", dtype)
+        pieces = [Spec(f"{name}:0.{k}", form, width, dtype, home.name, starts[k]) for k, width in enumerate(widths)]
+        self.mutated.add(home.name)
+        if is_whole_first:
+            self._op(f"{name}.all", self._batch_inputs(2), [home], mixes=mixes)
+            for piece in pieces:
+                self._add(piece, "piece")
+            pieces = rng.sample(pieces, rng.randint(1, len(pieces)))
+        while pieces:
+            outs, pieces = (pieces[:2], pieces[2:]) if rng.random() < 0.2 else (pieces[:1], pieces[1:])
+            self._op(f"{name}.{len(pieces)}", self._batch_inputs(2), outs, mixes=mixes)
+            if rng.random() < 0.4:
+                rng.choice((self._row_wise, self._in_place))(f"{name}.by{len(pieces)}")
+        if not is_whole_first:
+            self._add(home, "temp")
+        if rng.random() < 0.7:
+            self._op(f"{name}.cat", list(dict.fromkeys([home, *self._batch_inputs(2)])), self._made(name + ".cat"))
+
     def _reduce(self, name: str) -> None:
-        self._op(name, self._batch_inputs(2), [self._spec(f"{name}:0", "state")], mixes="it makes a value without a batch axis")
+        """Sometimes changed in place by the next op: a convolution's result, which gets its bias."""
+        state = self._spec(f"{name}:0", "state")
+        self._op(name, self._batch_inputs(2), [state], mixes="it makes a value without a batch axis")
+        if self.rng.random() < 0.5:
+            inputs = list(dict.fromkeys([state, *self._batch_inputs(2)]))
+            self._op(f"{name}.change", inputs, [], mutated=(0,), mixes="it changes a state that has no batch axis")
 
 
 def _is_state_only(mixer: Mixer) -> bool:

@@ -97,6 +97,9 @@ def check_flow(seed: int, num_interleavings: int) -> Tally:
     expected = case.reference()
     tally.counts["flows"] += 1
     tally.counts["ops"] += len(case.flow.ops)
+    tally.counts["flows with pieces"] += bool(case.flow.pieces)
+    tally.counts["pieces"] += sum(map(len, case.flow.pieces.values()))
+    changed = {v for op in case.flow.ops for v in op.mutates}
     for strategy, is_varied in product(strategies(case), (False, True)):
         name = f"flow {seed}, {type(strategy).__name__}" + (", fused and loose" if is_varied else "")
         try:
@@ -104,6 +107,7 @@ def check_flow(seed: int, num_interleavings: int) -> Tally:
             tally.counts["fused plans" if is_varied else "plans"] += 1
             tally.counts["fused"] += sum(len(launch.calls) > 1 and not launch.replace for launch in plan.launches)
             tally.counts["loose"] += len(plan.loose)
+            tally.counts["changed loose"] += sum(value in changed for value in plan.loose)
             tally.counts["internal"] += len(internal_values(case.flow, plan))
             tally.counts["launches"] += len(plan.launches)
             tally.counts["streams"] += len(plan.streams)
@@ -264,9 +268,10 @@ def _progress(title: str, items: Iterator[Tally], total: int, quiet: bool) -> It
 def report(tally: Tally, elapsed_s: float) -> str:
     c = tally.counts
     lines = [
-        f"{c['flows']:,} flows ({c['ops']:,} ops), {c['plans']:,} plans and {c['fused plans']:,} fused ones ({c['launches']:,} launches, "
+        f"{c['flows']:,} flows ({c['ops']:,} ops), {c['flows with pieces']:,} of them with pieces ({c['pieces']:,})",
+        f"{c['plans']:,} plans and {c['fused plans']:,} fused ones ({c['launches']:,} launches, "
         f"{c['fused']:,} of them fused, {c['waits']:,} waits, {c['replacements']:,} replacements, {c['internal']:,} internal and "
-        f"{c['loose']:,} loose values), {c['runs']:,} runs compared bit by bit",
+        f"{c['loose']:,} loose values, {c['changed loose']:,} of these changed in place), {c['runs']:,} runs compared bit by bit",
         "",
         f"{'mutants':<44}{'made':>7}{'wrong':>7}{'refused':>9}{'accepted':>10}{'missed':>8}   refused, not shown wrong",
     ]

@@ -4,6 +4,7 @@
         input x
         param w state                     # state: no batch axis
         input view of x                   # the same memory under another name
+        home h a b                        # a and b are pieces of h
         norm: x -> h
         ar network group:tp: h -> r       # kind and tokens stand behind the name
         scan whole: r -> s                # whole: it cannot be split
@@ -32,6 +33,10 @@ def flow_of(text: str, name: str = "toy") -> Flow:
         if words[0] in ("input", "param"):
             storage = words[words.index("of") + 1] if "of" in words else words[1]
             values[words[1]] = _value(words[1], words[0], "state" in words, storage)
+        elif words[0] == "home":
+            home, is_state = words[1].rstrip("^"), words[1].endswith("^")
+            values[home] = _value(home, "temp", is_state, home)
+            values.update((piece, replace(_value(piece, "piece", is_state, piece), home=home)) for piece in words[2:])
         elif words[0] == "output":
             outputs += words[1:]
         else:
@@ -48,7 +53,7 @@ def _op(line: str, values: dict[str, Value]) -> Op:
     takes, _, makes = body.partition("->")
     inputs, outs = takes.split(), makes.split()
     for out in outs:
-        values[out.rstrip("^")] = _value(out.rstrip("^"), "temp", out.endswith("^"), out.rstrip("^"))
+        values.setdefault(out.rstrip("^"), _value(out.rstrip("^"), "temp", out.endswith("^"), out.rstrip("^")))
     return Op(
         op, next((mark for mark in marks if mark in KINDS), "compute"), tuple(i for i in inputs if not i.endswith("!")),
         tuple(out.rstrip("^") for out in outs), tuple(i.rstrip("!") for i in inputs if i.endswith("!")),

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from dynaflow.errors import BatchTooSmall
-from dynaflow.ir import CALLER, Launch, Plan, Record
+from dynaflow.ir import CALLER, WHOLE, Launch, Plan, Record
 from dynaflow.memory import Memory
 from dynaflow.runtime.binder import bind
 from dynaflow.runtime.loose import overwrite, recycled
-from dynaflow.runtime.program import LAUNCH, Bound, Call
+from dynaflow.runtime.program import LAUNCH, Bound, Call, View
 from dynaflow.testing.flows import Case
 
 BEFORE, AFTER, RUN, RECORDED, WAITING = range(5)
@@ -87,6 +87,7 @@ def run_once(
                 return f"'{launch.label}' ran after the caller went on", used
             try:
                 overwrite(tensors, dropped.get(id(launch), ()))
+                _poison_pieces(launch, bound, case, tensors)
                 _run(what, tensors)
             except Exception as error:
                 return f"'{launch.label}' raised {type(error).__name__}: {error}", used
@@ -113,6 +114,23 @@ def _run(call: Call, tensors: list[Any]) -> None:
         if tensors[out.view] is not None:
             tensors[out.view].fill_(-1)
     call(tensors)
+
+
+def _poison_pieces(launch: Launch, bound: Bound, case: Case, tensors: list[Any]) -> None:
+    """The same for pieces that the launch writes and nobody in it reads."""
+    flow = case.flow
+    ops = [flow.op(name) for name, _ in launch.calls]
+    if not any(flow.value[v].home for op in ops for v in op.writes):
+        return
+    read = {v for op in ops for v in (*op.reads, *op.mutates)}
+    made = {v for op in ops for v in op.writes}
+    for op, (name, part) in zip(ops, launch.calls):
+        mixer: Any = case.program.units[name].fn
+        for spec in mixer.pieces:
+            rows = part.lowest_terms if flow.value[spec.home].axis is not None else WHOLE
+            # a home that is made inside comes as a result; its pieces are written there
+            if not {spec.name, spec.home} & read and spec.home not in made:
+                spec.seen(tensors[bound.views.index(View(spec.home, rows))], case.sizes).fill_(-1)
 
 
 def _queues(plan: Plan, bound: Bound) -> list[deque[tuple[int, Any, Any]]]:

@@ -56,11 +56,25 @@ def test_can_be_loose(launches, loose):
     assert Plan.parse(str(placed)) == placed
 
 
-def test_what_is_changed_in_place_or_made_twice_cannot():
+def test_what_is_changed_row_by_row_or_made_twice_cannot():
     flow = flow_of("input x\n a: x -> h k n^\n b: h! -> r\n c: k n -> y\n output y r")
     assert can_be_loose(flow, plan_of(on_caller("a", "b", "c"), flow)) == {"k", "n"}
     # every part makes the state n
     assert can_be_loose(flow, plan_of(on_caller("a 0/2", "a 1/2", "b", "c 0/2", "c 1/2"), flow)) == {"k"}
+
+
+def test_what_has_no_rows_can_be_changed_in_place():
+    flow = flow_of("input x\n a: x -> n^\n b whole: n! ->\n c: n x -> y\n output y")
+    assert can_be_loose(flow, plan_of(on_caller("a", "b", "c"), flow)) == {"n"}
+    assert can_be_loose(flow, plan_of(on_caller("[a, b]", "c"), flow)) == {"n"}
+    # every part makes it; a function may return anything; it never leaves its launch
+    for launches in (("a 0/2", "a 1/2", "b", "c"), ("pkg.fn[a, b]", "c"), ("[a, b, c]",)):
+        assert not can_be_loose(flow, plan_of(on_caller(*launches), flow))
+
+
+def test_homes_and_pieces_cannot():
+    flow = flow_of("input x\n home h p q\n a: x -> p k\n b: x -> q\n c: h k -> y\n output y")
+    assert can_be_loose(flow, plan_of(on_caller("a", "b", "c"), flow)) == {"k"}
 
 
 def test_place_takes_only_what_it_was_given():
@@ -108,6 +122,14 @@ def test_what_no_wait_brings_back_is_dropped_at_the_end():
     flow = flow_of("input x\n a: x -> h\n b: h -> y\n p: x -> s\n c: s -> z\n output y z")
     steps = "launch a @one\nrecord e0 @one\nwait e0 @two\nlaunch b @two\nlaunch p @one\nlaunch c @one"
     assert points(START + steps + JOIN, flow, loose=("h",)) == [[], [], [], [], ["h"]]
+
+
+def test_a_change_in_place_is_an_access():
+    flow = flow_of("input x\n a: x -> n^\n b whole: n! ->\n p: x -> s\n c: x s -> y\n output y")
+    assert points(on_caller("a", "b", "p", "c"), flow, loose=("n",)) == [[], [], ["n"], [], []]
+    # b changes it on two: p may run beside b, c comes after it
+    steps = "launch a @one\nrecord e0 @one\nwait e0 @two\nlaunch b @two\nrecord e1 @two\nlaunch p @one\nwait e1 @one\nlaunch c @one"
+    assert points(START + steps + JOIN, flow, loose=("n",)) == [[], [], [], ["n"], []]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -163,7 +185,7 @@ def _accesses(case, plan: Plan) -> dict[tuple[str, Part], tuple[int, list[int]]]
     for n, launch in enumerate(plan.launches):
         for name, part in launch.calls:
             for (value, written), (_, users) in found.items():
-                if value in case.flow.op(name).reads:
+                if value in (*case.flow.op(name).reads, *case.flow.op(name).mutates):
                     mine = range(*(WHOLE if case.flow.value[value].axis is None else part).bounds(size))
                     if set(mine) & set(range(*written.bounds(size))):
                         users.append(n)

@@ -27,13 +27,14 @@ def test_random_flows_give_the_program_s_result_under_every_interleaving():
     assert tally.counts["plans"] == 300 and tally.counts["replacements"] > 20 and tally.counts["streams"] > 300
     assert tally.counts["fused plans"] == 300
     assert min(tally.counts["fused"], tally.counts["internal"], tally.counts["loose"]) > 300
+    assert tally.counts["flows with pieces"] > 15 and tally.counts["changed loose"] > 15
 
 
 def test_wrong_mutants_are_refused():
     tally = fuzz.fuzz(0, 5, 900, quiet=True)
     assert not tally.violations, "\n".join(tally.violations[:3])
     total = sum(tally.mutants.values(), Counter())
-    assert len(tally.mutants) >= 45 and total["made"] >= 900 and total["wrong"] > 500
+    assert len(tally.mutants) >= 50 and total["made"] >= 900 and total["wrong"] > 500
     # Valid mutants exist, and are accepted.
     assert total["accepted"] > 50
 
@@ -43,7 +44,7 @@ def test_wrong_mutants_are_refused():
 
 @pytest.mark.parametrize("hole", [
     "nothing is checked", "reads are not checked", "slots are not checked", "the end is not checked", "loose values are not checked",
-    "the order inside a launch is not checked",
+    "the order inside a launch is not checked", "pieces have no slot", "a home is not its pieces",
 ])  # fmt: skip
 def test_notices_a_hole_in_the_verifier(monkeypatch, hole):
     real_order, real_touches = order.check_order, order.touches_of
@@ -57,6 +58,10 @@ def test_notices_a_hole_in_the_verifier(monkeypatch, hole):
     elif hole == "loose values are not checked":
         blind = lambda plan, flow, *_: {flow.storage_index[flow.value[n].storage] for n in plan.loose if n in flow.value}  # noqa: E731
         monkeypatch.setattr(structure, "check_loose", blind)
+    elif hole == "pieces have no slot":
+        monkeypatch.setattr(VERIFY, "check_order", lambda p, f, i: real_order(p, f, i._replace(slot_of=_of_homes(f, i.slot_of))))
+    elif hole == "a home is not its pieces":
+        monkeypatch.setattr(order, "touches_of", lambda flow: _blind_to_pieces(flow, real_touches(flow)))
     elif hole == "the order inside a launch is not checked":
         monkeypatch.setattr(VERIFY, "check_order", lambda p, f, i: real_order(*_sorted(p, f, i)))
     else:
@@ -75,6 +80,19 @@ def _sorted(plan, flow, indexed):
     return plan, flow, structure.index(plan, flow)
 
 
+def _of_homes(flow, slot_of):
+    return [slot if flow.home_storage[storage] == storage else -1 for storage, slot in enumerate(slot_of)]
+
+
+def _blind_to_pieces(flow, touches):
+    """Who reads a home does not see its pieces."""
+    table = []
+    for op, (reads, writes, groups) in zip(flow.ops, touches):
+        hidden = {flow.storage_index[p] for v in op.reads for p in flow.pieces.get(v, ())}
+        table.append(([read for read in reads if read[0] not in hidden], writes, groups))
+    return table
+
+
 def _joined(indexed):
     """The steps, with a join of every stream at the end."""
     events = sum(kind == -1 for _, kind, _ in indexed.steps)
@@ -84,11 +102,14 @@ def _joined(indexed):
     return indexed.steps + joins
 
 
-@pytest.mark.parametrize("hole", ["dropped when issued", "dropped when read on one stream"])
+@pytest.mark.parametrize("hole", ["dropped when issued", "dropped when read on one stream", "changes in place do not count"])
 def test_notices_memory_that_is_given_back_too_early(monkeypatch, hole):
     """The fake runtime overwrites what was dropped: wrong drop points change results."""
 
     def too_early(flow, plan):
+        if hole == "changes in place do not count":
+            ops = [fuzz.replace(op, mutates=(), reads=tuple(v for v in op.reads if v not in op.mutates)) for op in flow.ops]
+            return drop_points(fuzz.replace(flow, ops=tuple(ops)), plan)
         points = [list(point) for point in drop_points(flow, plan)]
         for tensor in [tensor for point in points for tensor in point]:
             users = [
@@ -143,6 +164,11 @@ def test_flows_have_everything_in_them():
     assert {v.axis for v in values} == {0, 1, None} and {v.dtype for v in values} == {"int64", "int32"}
     assert any(v.storage != v.name for v in values)
     assert any(len(case.flow.outputs) > len(set(case.flow.outputs)) for case in cases)
+    pieces = [(case.flow, op, v) for case in cases for op in case.flow.ops for v in op.writes if case.flow.value[v].home]
+    assert {flow.value[flow.home(v)].role for flow, _, v in pieces} == {"temp", "output"} and any(len(op.writes) > 1 for _, op, _ in pieces)
+    assert {flow.value[v].axis for flow, _, v in pieces} == {0, 1, None}
+    touched = [(case.flow, v, list_) for case in cases for op in case.flow.ops for list_ in ("reads", "mutates", "writes") for v in getattr(op, list_)]
+    assert {list_ for flow, v, list_ in touched if v in flow.pieces} == {list_ for flow, v, list_ in touched if flow.value[v].home}
     read = [set().union(*(op.reads for op in case.flow.ops)) for case in cases]
     assert any(v.role == "output" and v.name in names for case, names in zip(cases, read) for v in case.flow.values)
 

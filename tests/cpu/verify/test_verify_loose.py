@@ -54,8 +54,36 @@ def test_rejects_what_is_no_temporary(name, why):
     assert why in assert_refused(SLOTS + f"loose h n {name}", *ALL)
 
 
-def test_rejects_what_is_changed_in_place():
-    assert "'add' changes it in place" in assert_refused("slot 1 s\nloose h n r", *ALL)
+def test_rejects_what_is_changed_row_by_row():
+    assert "'add' changes rows of it in place" in assert_refused("slot 1 s\nloose h n r", *ALL)
+
+
+CHANGED = flow_of("input x\n a: x -> n^\n b whole: n! ->\n c: n x -> y\n output y")
+
+
+def test_accepts_what_is_changed_in_place_and_has_no_rows():
+    verify(plan_of("loose n", "a", "b", "c", flow=CHANGED), CHANGED)
+    verify(plan_of("loose n", "a", "[b, c]", flow=CHANGED), CHANGED)
+
+
+def test_rejects_what_is_changed_in_place_and_made_by_several_launches():
+    verify(plan_of("slot 0 n", "a 0/2", "a 1/2", "b", "c", flow=CHANGED), CHANGED)
+    assert "several launches make it" in assert_refused("loose n", "a 0/2", "a 1/2", "b", "c", flow=CHANGED)
+
+
+def test_rejects_what_is_changed_and_never_leaves_its_launch():
+    flow = flow_of("input x\n a: x -> n^\n b whole: n! ->\n c: x -> y\n output y")
+    verify(plan_of("loose n", "a", "[b, c]", flow=flow), flow)
+    assert "never leaves its launch" in assert_refused("loose n", "[a, b, c]", flow=flow)
+
+
+PIECES = flow_of("input x\n home h p q\n a: x -> p\n b: x -> q\n c: h -> y\n output y")
+
+
+def test_rejects_a_home_and_a_piece():
+    verify(plan_of("slot 0 h", "a", "b", "c", flow=PIECES), PIECES)
+    assert "it has pieces (p, q)" in assert_refused("loose h", "a", "b", "c", flow=PIECES)
+    assert "a piece of 'h'" in assert_refused("slot 0 h\nloose p", "a", "b", "c", flow=PIECES)
 
 
 def test_rejects_what_is_written_in_parts_and_read_whole():
