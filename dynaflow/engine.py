@@ -140,7 +140,7 @@ class CapturedGraph:
             log.warning("%s runs as Inductor has it: %s", self.settings.name, error)
             return plain
         name = f"{self.settings.name}.{'backward' if is_backward else 'kernels'}{len(self.regions) or ''}"
-        self.regions.append(Region(name, compiled.source_code, module, plain, self.settings, static))
+        self.regions.append(Region(name, compiled.source_code, module, plain, self.settings, static, is_backward))
         return self.regions[-1]
 
     def _ensure_analysed(self) -> None:

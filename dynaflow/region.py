@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
@@ -52,6 +53,8 @@ log = logging.getLogger("dynaflow")
 MAX_CASES = 16
 # plans that are tried on the device, and the most streams that they have
 NUM_TRIED, MAX_STREAMS = 3, 16
+# sets of addresses at which a case gets the outputs of other recordings
+MAX_ADDRESSES = 8
 # a plan that gains less than this is not worth its memory
 MIN_GAIN = 0.01
 
@@ -59,9 +62,11 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class Region:
-    def __init__(self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int]):
+    def __init__(
+        self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int], is_backward: bool
+    ):
         self.name, self.text, self.module, self.settings, self.static = name, text, module, settings, tuple(static)
-        self.plain = plain
+        self.plain, self.is_backward = plain, is_backward
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.cases: dict[tuple[int, ...], Case] = {}
         # why no case is made; empty while there may be
@@ -241,39 +246,60 @@ class Case:
 
 
 class Way:
-    """A case under a plan: on CUDA in one recording, on the CPU on lanes."""
+    """A case under a plan: on CUDA as one recording, on the CPU on lanes.
+
+    Parameters and what is changed in place are bound by address, and so is what another recording returned (a backward's saved
+    tensors): the same few addresses come again. Of a backward's other inputs Inductor says that they stay where they are; those that are
+    seen to move are copied from then on, as all other inputs are. While nothing is recorded, Inductor's own callable runs.
+    """
 
     def __init__(self, case: Case, bound: Bound, device: torch.device):
         assert case.kernels is not None
         self._region, self._kernels, self._bound, self._device = case.region, case.kernels, bound, device
-        self._runtime, _, self._order = case.region.settings.runtime.partition(":")
         settings = case.region.settings
+        self._runtime, _, self._order = settings.runtime.partition(":")
         is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
         self._recordings = graphs.Recordings(case.region.name, device, settings.pool, settings.borrow) if is_recorded else None
         self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "")
         self._names = [name for name, _ in bound.outputs]
+        inputs = [i for i, _ in self._kernels.inputs if i not in self._kernels.changed]
+        static = set(case.region.static)
+        # inputs that may move, and those that do
+        self._checked = inputs if case.region.is_backward else [i for i in inputs if i not in static]
+        self._moving = {i for i in self._checked if i not in static}
+        self._keys: dict[tuple[int, ...], _Key] = {}
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        made = self._kernels
-        with torch.no_grad():
+        is_elsewhere = self._device.type == "cuda" and self._device.index not in (None, torch.cuda.current_device())
+        with torch.no_grad(), torch.cuda.device(self._device) if is_elsewhere else nullcontext():
             outputs = self._recorded(args) if self._recordings is not None else None
             if outputs is None:
+                if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                    return self._region.plain(args)
                 outputs = self._issue(self._aligned(args))
-        results = made.hand_out(args, dict(zip(self._names, outputs)))
+        results = self._kernels.hand_out(args, dict(zip(self._names, outputs)))
         args.clear()
         return results
 
     def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
         assert self._recordings is not None
-        outputs = self._recordings.replay(self._bound, args)
+        addresses = tuple([args[i].data_ptr() for i in self._checked if graphs.is_lent(args[i])])
+        key = self._keys.get(addresses)
+        if key is None:
+            if len(self._keys) >= MAX_ADDRESSES:
+                return None
+            key = self._keys[addresses] = _Key()
+        outputs = self._recordings.replay(key, args)
         if outputs is None and self._is_aligned(args):
-            outputs = self._recordings.record(self._bound, args, lambda: self._slots(args), self._body)
+            self._moving.update(i for i, address in key.addresses.items() if args[i].data_ptr() != address)
+            copied = self._slots(args)
+            key.addresses = {i: args[i].data_ptr() for i in self._checked if i not in copied}
+            outputs = self._recordings.record(key, args, lambda: copied, self._body)
         return outputs
 
     def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
-        """Inputs that are copied: all but those that stay where they are."""
-        fixed = {*self._region.static, *self._kernels.changed}
-        return {i: None for i, _ in self._kernels.inputs if i not in fixed and not graphs.is_lent(args[i])}
+        """Inputs that are copied."""
+        return {i: None for i in self._checked if i in self._moving and not graphs.is_lent(args[i])}
 
     def _is_aligned(self, args: Sequence[Any]) -> bool:
         copied = self._slots(args)
@@ -299,6 +325,14 @@ class Way:
         else:
             threads.issue(bound, run)
         return list(bound.results(tensors).values())
+
+
+class _Key:
+    """Stands for a recording's outputs of other recordings, by address."""
+
+    def __init__(self) -> None:
+        # where inputs were that may move, and are bound by address
+        self.addresses: dict[int, int] = {}
 
 
 def _device(args: Sequence[Any]) -> torch.device:

@@ -7,6 +7,7 @@ from typing import Any, Sequence
 
 import torch
 
+from dynaflow.inductor.places import Place, are_disjoint
 from dynaflow.inductor.source import find_call, read
 from dynaflow.runtime.program import Geometry
 
@@ -14,7 +15,7 @@ from dynaflow.runtime.program import Geometry
 class Observed:
     """The wrapper's `call`, with a look at every result of an extern kernel.
 
-    Results that share memory with an argument or with each other are not reported, nor are those that are no plain tensors.
+    Not reported are results in the memory of an argument, or where another one lies, and those that are no plain tensors.
     """
 
     def __init__(self, text: str, scope: dict[str, Any]):
@@ -45,18 +46,20 @@ class Observed:
     def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
         """What `call` returns, and what was seen."""
         seen: dict[str, Geometry] = {}
-        # storage -> who lies there; storages are kept, so that no two of them have had the same address
-        storages = {a.untyped_storage().data_ptr(): "an argument" for a in args if isinstance(a, torch.Tensor)}
+        # who lies in a storage; storages are kept, so that no two of them have had the same address
+        places: dict[int, list[Place]] = {}
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         kept: list[Any] = []
 
         def see(name: str, value: Any) -> None:
-            if not isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor:
                 return
             storage = value.untyped_storage()
             kept.append(storage)
-            other = storages.setdefault(storage.data_ptr(), name)
-            if other == name and type(value) is torch.Tensor:
-                seen[name] = Geometry(tuple(value.shape), value.stride(), value.dtype, value.device)
+            mine, others = Place(value.storage_offset(), tuple(value.shape), value.stride()), places.setdefault(storage.data_ptr(), [])
+            if storage.data_ptr() not in given and all(are_disjoint(mine, other) for other in others):
+                seen[name] = Geometry(mine.shape, mine.stride, value.dtype, value.device)
+            others.append(mine)
 
         call = self._make(see)
         return (call(runner, args) if self._is_method else call(args)), seen

@@ -37,11 +37,11 @@ def are_disjoint(a: Place, b: Place) -> bool:
     sizes: dict[int, list[int]] = {}
     for k, place in enumerate((a, b)):
         for size, step in zip(place.shape, place.stride):
-            if size > 1:
+            if step > 0 or size > 1:
                 row = sizes.setdefault(step, [1, 1])
-                if row[k] > 1 or step <= 0:
+                if step <= 0 or (size > 1 and row[k] > 1):
                     return False
-                row[k] = size
+                row[k] = max(row[k], size)
     distance, reach, is_apart = b.offset - a.offset, 0, False
     axes = []
     for step, (mine, other) in sorted(sizes.items(), reverse=True):

@@ -1,0 +1,221 @@
+"""A wrapper's kernels: what each touches, which memory is whose, and what is not understood."""
+
+import pytest
+import torch
+
+from dynaflow.inductor.source import NotUnderstood
+from dynaflow.runtime.program import Geometry
+from tests.cpu.inductor.kernel_samples import ADD, POINTWISE, RELU, read, touched, triton
+
+X = torch.empty(4, 8)
+
+
+def edges(made) -> set[tuple[str, str]]:
+    return {(made.flow.ops[e.before].name, made.flow.ops[e.after].name) for e in made.flow.edges}
+
+
+def test_reads_and_writes():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        stream0 = get_raw_stream(0)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        del arg0_1
+        buf1 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+        extern_kernels.mm(buf0, reinterpret_tensor(arg1_1, (8, 16), (1, 8), 0), out=buf1)
+        del arg1_1
+        del buf0
+        return (buf1, )
+    """, X, torch.empty(16, 8))  # fmt: skip
+    assert touched(made) == [
+        ("triton_poi_fused_relu_0.0", ("arg0_1",), ("buf0",), ()), ("mm.1", ("buf0", "arg1_1"), ("buf1",), ())]
+    assert made.returns == (("buf1", None),) and made.flow.outputs == ("buf1",)
+    assert {v.name: v.role for v in made.flow.values} == {"arg0_1": "input", "arg1_1": "input", "buf0": "temp", "buf1": "output"}
+    assert made.flow.value["buf1"].nbytes == str(4 * 16 * 4)
+
+
+REUSED = """
+    buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+    triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+    buf1 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+    triton_poi_fused_relu_0.run(buf0, buf1, 32, stream=stream0)
+    buf2 = buf0; del buf0  # reuse
+    triton_poi_fused_relu_0.run({source}, buf2, 32, stream=stream0)
+    return (buf1, buf2, )
+"""
+
+
+def test_memory_that_is_reused_chains_nothing():
+    made = read(REUSED.format(source="arg0_1"), X)
+    assert touched(made)[2] == ("triton_poi_fused_relu_0.2", ("arg0_1",), ("buf2",), ())
+    assert edges(made) == {("triton_poi_fused_relu_0.0", "triton_poi_fused_relu_0.1")}
+
+
+def test_memory_that_is_changed_in_place_is_one_value():
+    body = REUSED.replace("triton_poi_fused_relu_0.run({source}, buf2", "triton_poi_fused_add_1.run(buf2")
+    made = read(body, X)
+    assert touched(made)[2] == ("triton_poi_fused_add_1.2", ("buf0",), (), ("buf0",))
+    assert made.returns == (("buf1", None), ("buf0", None))
+    assert ("triton_poi_fused_relu_0.1", "triton_poi_fused_add_1.2") in edges(made), "it is read before it is changed"
+
+
+def test_memory_that_something_else_still_names_is_not_reused():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        buf1 = reinterpret_tensor(buf0, (2, 8), (8, 1), 0)  # alias
+        buf2 = buf0; del buf0  # reuse
+        triton_poi_fused_relu_0.run(arg0_1, buf2, 32, stream=stream0)
+        return (buf1, )
+    """, X)  # fmt: skip
+    assert touched(made)[1][3] == ("buf0",)
+
+
+def test_what_nothing_has_written_yet_is_made_by_a_change_in_place():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        buf1 = buf0; del buf0  # reuse
+        triton_poi_fused_add_1.run(buf1, 32, stream=stream0)
+        return (buf1, )
+    """, X)  # fmt: skip
+    assert touched(made) == [("triton_poi_fused_add_1.0", (), ("buf0",), ())]
+
+
+def test_an_argument_that_is_given_up_becomes_a_value_of_its_own():
+    body = """
+        buf0 = arg0_1; del arg0_1  # reuse
+        {kernel}
+        return (buf0, )
+    """
+    fresh = read(body.format(kernel="triton_poi_fused_relu_0.run(arg1_1, buf0, 32, stream=stream0)"), X, X)
+    assert touched(fresh) == [("triton_poi_fused_relu_0.0", ("arg1_1",), ("buf0",), ())] and fresh.changed == ()
+    changed = read(body.format(kernel="triton_poi_fused_add_1.run(buf0, 32, stream=stream0)"), X, X)
+    assert touched(changed) == [("triton_poi_fused_add_1.0", ("arg0_1",), (), ("arg0_1",))]
+    assert changed.changed == (0,) and changed.returns == (("arg0_1", None),)
+
+
+CAT = """
+    buf2 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    buf0 = reinterpret_tensor(buf2, (4, 8), (16, 1), 0)  # alias
+    triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+    buf1 = reinterpret_tensor(buf2, (4, 8), (16, 1), {offset})  # alias
+    triton_poi_fused_relu_0.run(arg0_1, buf1, 32, stream=stream0)
+    buf3 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    triton_poi_fused_relu_0.run(buf2, buf3, 64, stream=stream0)
+    triton_poi_fused_relu_0.run(buf1, buf3, 64, stream=stream0)
+    return (buf3, )
+"""
+
+
+def test_slices_that_are_apart_are_pieces():
+    made = read(CAT.format(offset=8), X)
+    assert [op.writes for op in made.flow.ops[:2]] == [("buf2.0",), ("buf2.1",)]
+    assert {v.name: v.home for v in made.flow.values if v.home} == {"buf2.0": "buf2", "buf2.1": "buf2"}
+    assert [op.reads for op in made.flow.ops[2:]] == [("buf2",), ("buf2.1",)]
+    names = [op.name for op in made.flow.ops]
+    assert (names[0], names[1]) not in edges(made) and {(names[0], names[2]), (names[1], names[2])} <= edges(made)
+
+
+def test_slices_that_overlap_are_no_pieces():
+    made = read(CAT.format(offset=7), X)
+    assert not any(v.home for v in made.flow.values)
+    assert (made.flow.ops[0].name, made.flow.ops[1].name) in edges(made)
+
+
+def test_a_users_kernel_may_write_to_whatever_it_gets():
+    kernel = triton("my_kernel_0", {"x": "*fp32", "y": "*fp32", "n": "i32"}, heuristic="user_autotune")
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        my_kernel_0.run(arg0_1, buf0, 32, stream=stream0)
+        return (buf0, )
+    """, X, definitions=RELU + kernel)  # fmt: skip
+    assert touched(made)[1][3] == ("arg0_1", "buf0") and made.changed == (0,)
+
+
+def test_a_parameter_that_is_listed_as_changed_is_read_too():
+    scatter = triton("triton_poi_fused_scatter_2", {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "xnumel": "i32"}, ("out_ptr0",))
+    body = """
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        triton_poi_fused_scatter_2.run(arg0_1, buf0, 32, stream=stream0)
+        return (buf0, )
+    """
+    made = read(body, X, definitions=RELU + scatter)
+    assert touched(made)[1] == ("triton_poi_fused_scatter_2.1", ("arg0_1", "buf0"), (), ("buf0",))
+
+
+def test_sizes_and_views_are_numbers():
+    made = read("""
+        s0 = arg0_1
+        buf0 = empty_strided_cuda((s0, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0_xnumel = 8*s0
+        triton_poi_fused_relu_0.run(arg1_1, buf0, triton_poi_fused_relu_0_xnumel, stream=stream0)
+        return (reinterpret_tensor(buf0, (8, s0), (1, 8), 0), s0, )
+    """, 4, X)  # fmt: skip
+    assert made.flow.value["buf0"].shape == ("4", "8")
+    assert made.returns[1] == (4,) and made.returns[0][1].shape == (8, 4)
+    out = torch.arange(32.0).view(4, 8)
+    result, number = made.hand_out([4, X], {"buf0": out})
+    assert number == 4 and torch.equal(result, out.t())
+
+
+ATTENTION = """
+    buf0 = torch.ops.aten._scaled_dot_product_efficient_attention.default(arg0_1, arg0_1, arg0_1, None, False{dropout})
+    buf1 = buf0[0]
+    assert_size_stride(buf1, (1, 2, 4, 8), (64, 32, 8, 1), 'attention')
+    del buf0
+    triton_poi_fused_add_1.run(buf1, 64, stream=stream0)
+    return (buf1, )
+"""
+Q = torch.empty(1, 2, 4, 8)
+SEEN = {"buf1": Geometry((1, 2, 4, 8), (64, 32, 8, 1), torch.float32, torch.device("cuda"))}
+
+
+def test_what_an_extern_kernel_allocates():
+    made = read(ATTENTION.format(dropout=""), Q, seen=SEEN)
+    assert made.allocated == {"buf1"} and touched(made)[1][3] == ("buf1",)
+    assert made.flow.ops[0].uses == ()
+
+
+def test_dropout_keeps_the_order_of_random_numbers():
+    made = read(ATTENTION.format(dropout=", 0.5"), Q, seen=SEEN)
+    assert made.flow.ops[0].uses == ("rng", "caller")
+
+
+def test_a_result_that_was_not_seen_is_not_guessed_at():
+    with pytest.raises(NotUnderstood, match="buf1"):
+        read(ATTENTION.format(dropout=""), Q)
+
+
+@pytest.mark.parametrize("body, why", [
+    ("u0 = arg0_1.item()\nreturn (arg0_1, )", "item"),
+    ("buf0 = torch.ops.aten.view.default(arg0_1, [32])\nreturn (buf0, )", "not its own"),
+    ("while True: pass\nreturn (arg0_1, )", "while"),
+    ("buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)\n"
+     "torch.ops.aten.add.out(arg0_1, arg0_1 + 1, out=buf0)\nreturn (buf0, )", "inside of"),
+])  # fmt: skip
+def test_forms_that_are_not_known(body, why):
+    with pytest.raises(NotUnderstood, match=why):
+        read(body, X)
+
+
+def test_kernels_that_cost_the_same_have_one_key():
+    body = """
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        buf1 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(buf0, buf1, {n}, stream=stream0)
+        return (buf1, )
+    """
+    keys = [list(read(body.format(n=n), X).keys.values()) for n in (32, 16)]
+    assert keys[0][0] == keys[0][1] and keys[1][0] != keys[1][1]
+
+
+def test_a_kernel_without_a_definition_may_do_anything():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        return (buf0, )
+    """, X, definitions=ADD)  # fmt: skip
+    assert touched(made) == [("triton_poi_fused_relu_0.0", ("arg0_1",), ("buf0",), ("arg0_1",))]
+    assert POINTWISE["in_ptr0"]  # the twin: test_reads_and_writes

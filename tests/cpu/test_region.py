@@ -1,0 +1,350 @@
+"""Kernel-level plans from one line: what runs is bit for bit what Inductor's own order gives, in every order that a plan allows."""
+
+import gc
+import json
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dynaflow as df
+from dynaflow import measure, region
+from dynaflow.errors import FellBack, OptionError
+
+ORDERS = ("fake:issue", "fake:lazy", "fake:greedy", "fake:3", "threads", "serial", "graph")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, runtime="fake:3", strategy=None, **options):
+    return df.compile(model, strategy=strategy or df.Branches(3), partition="kernels", runtime=runtime, strict=True, **options)
+
+
+def serialised(fast):
+    return lambda *args: df.run_serialised(fast, *args)
+
+
+class Branchy(nn.Module):
+    """Convolutions side by side, slices of one buffer, attention, products; running statistics change when it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 6, 3, padding=1)
+        self.norm, self.other = nn.BatchNorm2d(4), nn.BatchNorm2d(6)
+        self.q, self.k, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x):
+        y = torch.cat([F.relu(self.norm(self.a(x))), F.relu(self.other(self.b(x)))], 1)
+        z = y.flatten(2).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(self.q(z)[:, None], self.k(z)[:, None], z[:, None])[:, 0]
+        return self.out(attended.mean(1)), y
+
+
+def image(rows=2):
+    return torch.randn(rows, 4, 5, 5).to(memory_format=torch.channels_last)
+
+
+# -- the same bits
+
+
+def test_inference_in_every_order():
+    model = Branchy().eval()
+    with torch.no_grad():
+        for runtime in ORDERS:
+            fast = compiled(model, runtime)
+            for rows in (2, 2, 2, 2, 3, 3, 3, 2):
+                x = image(rows)
+                for got, wanted, eager in zip(fast(x), df.run_serialised(fast, x), model(x)):
+                    assert torch.equal(got, wanted), runtime
+                    torch.testing.assert_close(got, eager)
+            stats = df.stats(fast)
+            assert stats.planned_calls >= 4 and stats.num_launches > 4 * stats.planned_calls and not stats.fallbacks
+
+
+def step(model, call, x):
+    model.zero_grad()
+    out, y = call(x)
+    (out.sum() + y.square().mean()).backward()
+    return [p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()] + [out.detach(), y.detach()]
+
+
+@pytest.mark.parametrize("runtime", ["fake:lazy", "fake:7", "threads", "graph"])
+def test_training(runtime):
+    """Forward and backward are both planned; running statistics change as they do without."""
+    model, twin, eager = Branchy(), Branchy(), Branchy()
+    for other in (twin, eager):
+        other.load_state_dict(model.state_dict())
+    fast, plain = compiled(model, runtime), compiled(twin, runtime)
+    for _ in range(4):
+        x = image(3)
+        got, wanted = step(model, fast, x), step(twin, serialised(plain), x)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        torch.testing.assert_close(got, step(eager, eager, x), rtol=1e-3, atol=1e-4)
+    assert df.stats(fast).plans == 2, "a forward and a backward"
+
+
+def test_two_forwards_before_their_backwards():
+    model = Branchy().eval()
+    fast = compiled(model, "graph")
+    inputs = [image(), image(), image()]
+    wanted = [step(model, model, x) for x in inputs]
+    for _ in range(3):
+        results = [fast(x) for x in inputs]
+        for (out, y), expected in zip(reversed(results), reversed(wanted)):
+            model.zero_grad()
+            (out.sum() + y.square().mean()).backward()
+            found = [p.grad for p in model.parameters()]
+            torch.testing.assert_close(found, expected[: len(found)], rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_that_are_held_stay_as_they_are():
+    model = Branchy().eval()
+    fast = compiled(model, "graph")
+    with torch.no_grad():
+        inputs = [image() for _ in range(8)]
+        results = [fast(x) for x in inputs]
+        for x, (out, y) in zip(inputs, results):
+            wanted = df.run_serialised(fast, x)
+            assert torch.equal(out, wanted[0]) and torch.equal(y, wanted[1])
+
+
+def test_eval_and_train_in_turns():
+    model, twin = Branchy(), Branchy()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, "fake:5")
+    for number in range(6):
+        x = image()
+        for m in (model, twin):
+            m.train(number % 2 == 0)
+        torch.testing.assert_close(fast(x), twin(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.norm.running_var, twin.norm.running_var)
+
+
+def test_random_numbers_come_in_order():
+    def draws(x):
+        return F.dropout(x @ x.t(), 0.5) + torch.rand_like(x @ x.t()), torch.randn(4)
+
+    fast = compiled(draws, "fake:2")
+    x = torch.randn(6, 6)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.manual_seed(5)
+            got = fast(x)
+            torch.manual_seed(5)
+            assert all(torch.equal(a, b) for a, b in zip(got, df.run_serialised(fast, x)))
+
+
+def test_caches_that_are_changed_in_place():
+    def attend(x, cache, at):
+        cache.index_copy_(0, at, x @ x.t())
+        return cache.sum(0) @ x, (x * 2) @ x.t()
+
+    fast = compiled(attend, "fake:6")
+    with torch.no_grad():
+        for _ in range(4):
+            x, at, cache = torch.randn(4, 4), torch.randperm(6)[:4], torch.randn(6, 4)
+            mine = cache.clone()
+            got, wanted = fast(x, mine, at), attend(x, cache, at)
+            torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(mine, cache)
+
+
+def test_breaks_autocast_and_checkpoints():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def broken(x):
+        y = first(x) + second(x)
+        torch._dynamo.graph_break()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return checkpoint(lambda z: second(first(z)).float(), y, use_reentrant=False)
+
+    fast = compiled(broken, "fake:4")
+    x = torch.randn(4, 8)
+
+    def gradients(call):
+        first.zero_grad()
+        second.zero_grad()
+        call(x).square().mean().backward()
+        return [p.grad.clone() for p in (*first.parameters(), *second.parameters())]
+
+    for _ in range(4):
+        torch.testing.assert_close(gradients(fast), gradients(broken), rtol=3e-2, atol=1e-3)
+    assert df.stats(fast).captures == 2 and df.stats(fast).plans >= 3
+
+
+# -- the choice
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        return self.left(x) @ self.right(x).t()
+
+
+def call_thrice(fast):
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            result = fast(x)
+    return result
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What the ways to run a call are made to take; the first is Inductor's own."""
+    found = {"us": lambda n: [100.0] * n, "num": 0}
+
+    def fake_compare(ways, clock):
+        for way in ways:
+            way()
+        found["num"] += 1
+        return found["us"](len(ways))
+
+    monkeypatch.setattr(region, "compare", fake_compare)
+    return found
+
+
+def test_the_fastest_is_kept(times, caplog):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    fast = compiled(Towers(), "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(fast)
+    assert times["num"] == 1 and df.stats(fast).planned_calls == 2
+    (line,) = [r.message for r in caplog.records if "kernels run under" in r.message]
+    assert "a plan of the kernels" in line and "Inductor 100 us" in line and "50 us" in line
+
+
+def test_inductor_stays_where_it_is_faster(times, caplog):
+    times["us"] = lambda n: [100.0, *[99.5] * (n - 1)]
+    fast = compiled(Towers(), "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(fast)
+    assert df.stats(fast).planned_calls == 0 and df.stats(fast).plans == 0
+    assert any("Inductor as it is" in r.message for r in caplog.records)
+
+
+def test_a_choice_is_remembered(times, monkeypatch, tmp_path):
+    times["us"] = lambda n: [100.0, *[50.0] * (n - 1)]
+    model = Towers()
+    wanted = call_thrice(compiled(model, "auto", "auto"))
+    (path,) = (tmp_path / "choices").glob("*.json")
+    monkeypatch.setattr(region, "measure_costs", lambda *_: pytest.fail("measured again"))
+    torch._dynamo.reset()
+    again = compiled(model, "auto", "auto")
+    assert call_thrice(again).shape == wanted.shape and times["num"] == 1
+    assert df.stats(again).planned_calls == 2 and json.loads(path.read_text())["plan"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"plan": "nonsense", "times_us": {}, "costs": {}}'])
+def test_a_choice_that_cannot_be_read_is_made_again(times, tmp_path, text):
+    model = Towers()
+    call_thrice(compiled(model, "auto", "auto"))
+    (path,) = (tmp_path / "choices").glob("*.json")
+    path.write_text(text)
+    torch._dynamo.reset()
+    call_thrice(compiled(model, "auto", "auto"))
+    assert times["num"] == 2 and json.loads(path.read_text())["times_us"]
+
+
+def test_memory_is_limited(times):
+    """Four chains of products: one after the other, two intermediates are alive at once."""
+    weights, ends = torch.randn(4, 3, 32, 32), torch.randn(4, 32, 1)
+
+    def chains(x):
+        return [x @ w[0] @ w[1] @ w[2] @ end for w, end in zip(weights, ends)]
+
+    tried = []
+    times["us"] = lambda n: tried.append(n) or [100.0] * n
+    for limit in (1.0, 100.0):
+        torch._dynamo.reset()
+        fast = compiled(chains, "auto", "auto", max_memory=limit)
+        with torch.no_grad():
+            for _ in range(3):
+                fast(torch.ones(64, 32))
+    assert tried[0] < tried[1], "plans that need more memory than the limit are not tried"
+
+
+def test_measuring_shows_nowhere(monkeypatch):
+    """Neither in buffers that the call changes, nor in random numbers, nor in results."""
+    monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
+    model, twin = Branchy(), Branchy()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, "auto", "auto")
+    for _ in range(3):
+        x = image()
+        state = torch.get_rng_state()
+        got = fast(x)
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(got, twin(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+# -- what is not planned
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_numbers_that_are_read_back_leave_it_to_inductor():
+    def reads_back(x):
+        return (x @ x)[x > 0] * 2
+
+    x = torch.randn(4, 4)
+    fast = df.compile(reads_back, partition="kernels", strategy=df.Branches(2), runtime="fake")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), reads_back(x))
+    assert df.stats(fast).planned_calls == 0 and len(df.stats(fast).fallbacks) == 1
+    torch._dynamo.reset()
+    strict = compiled(reads_back, "fake", df.Branches(2))
+    with torch.no_grad(), pytest.raises(FellBack, match="as Inductor has it"):
+        for _ in range(3):
+            strict(x)
+
+
+def test_too_many_sizes(monkeypatch):
+    monkeypatch.setattr(region, "MAX_CASES", 2)
+    model = Towers()
+    fast = df.compile(model, partition="kernels", strategy=df.Branches(2), runtime="fake", strict=False)
+    with torch.no_grad():
+        for rows in (2, 3, 4, 5, 6, 7):
+            x = torch.randn(rows, 8)
+            for _ in range(2):
+                torch.testing.assert_close(fast(x), model(x))
+    assert any("different sizes" in reason for reason in df.stats(fast).fallbacks)
+
+
+def test_options():
+    with pytest.raises(OptionError, match="needs a compiler"):
+        df.compile(Towers(), partition="kernels", compiler="eager")
+    with pytest.raises(OptionError, match="no factor"):
+        df.compile(Towers(), partition="kernels", max_memory=0.5)
+
+
+def test_regions_are_let_go(monkeypatch):
+    alive, plain = weakref.WeakSet(), region.Case.__init__
+
+    def init(self, *args):
+        plain(self, *args)
+        alive.add(self)
+
+    monkeypatch.setattr(region.Case, "__init__", init)
+    fast = compiled(Towers(), "fake")
+    call_thrice(fast)
+    assert len(alive) == 1
+    del fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert not len(alive)
