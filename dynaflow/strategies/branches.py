@@ -11,6 +11,9 @@ from dynaflow.strategy import Strategy
 UNKNOWN = Cost(1.0, 0.0)
 FREE = Device(0.0, 0.0)
 
+# From the one load on, nothing is gained by starting an op that would bring it beyond the other: it slows more urgent ones down.
+NEARLY_FULL, CROWDED = 0.8, 1.15
+
 # Of the ready ops, so many are considered whenever one ends, the most urgent ones.
 MAX_LOOKS = 64
 
@@ -26,7 +29,7 @@ class Branches(Strategy):
     `height_us` first: the lane on which it starts earliest. It waits for a busy lane only where an event would cost more.
 
     An op is critical if the longest path through it is at most the share `slack` shorter than the longest of all. Others are held back
-    while they do not fit on the device beside what runs. `prioritised` keeps a lane of higher priority for critical ops.
+    while the device is full without them. `prioritised` keeps a lane of higher priority for critical ops.
     """
 
     def __init__(self, num_streams: int = 6, prioritised: bool = False, slack: float = 0.1, device: Device | None = None):
@@ -82,7 +85,7 @@ class Branches(Strategy):
             for r in ready[:MAX_LOOKS]:
                 if not idle:
                     break
-                if num_running and load + cost[r].share > 1 and not is_critical(r):
+                if load >= NEARLY_FULL and load + cost[r].share > CROWDED and num_running and not is_critical(r):
                     continue
                 lane = choose(r)
                 if lane in idle:
