@@ -8,10 +8,10 @@
     python -m dynaflow.testing.fuzz
 """
 
+from dynaflow.testing import mutate_groups  # noqa: F401 (it adds to MUTATIONS)
 from dynaflow.testing.edits import harmless_edit, mutate_memory
 from dynaflow.testing.flows import Case, random_flow
 from dynaflow.testing.mutate import mutate
-from dynaflow.testing import mutate_groups  # noqa: F401 (it adds to MUTATIONS)
 from dynaflow.testing.mutate_pieces import MUTATIONS
 from dynaflow.testing.notation import flow_of
 from dynaflow.testing.oracle import show_wrong
