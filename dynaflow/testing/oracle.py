@@ -124,7 +124,7 @@ def _poison_pieces(launch: Launch, bound: Bound, case: Case, tensors: list[Any])
         return
     read = {v for op in ops for v in (*op.reads, *op.mutates)}
     made = {v for op in ops for v in op.writes}
-    for op, (name, part) in zip(ops, launch.calls):
+    for name, part in launch.calls:
         mixer: Any = case.program.units[name].fn
         for spec in mixer.pieces:
             rows = part.lowest_terms if flow.value[spec.home].axis is not None else WHOLE

@@ -167,8 +167,9 @@ def test_flows_have_everything_in_them():
     pieces = [(case.flow, op, v) for case in cases for op in case.flow.ops for v in op.writes if case.flow.value[v].home]
     assert {flow.value[flow.home(v)].role for flow, _, v in pieces} == {"temp", "output"} and any(len(op.writes) > 1 for _, op, _ in pieces)
     assert {flow.value[v].axis for flow, _, v in pieces} == {0, 1, None}
-    touched = [(case.flow, v, list_) for case in cases for op in case.flow.ops for list_ in ("reads", "mutates", "writes") for v in getattr(op, list_)]
-    assert {list_ for flow, v, list_ in touched if v in flow.pieces} == {list_ for flow, v, list_ in touched if flow.value[v].home}
+    for how in ("reads", "mutates", "writes"):
+        touched = [(case.flow, v) for case in cases for op in case.flow.ops for v in getattr(op, how)]
+        assert any(v in flow.pieces for flow, v in touched) and any(flow.value[v].home for flow, v in touched)
     read = [set().union(*(op.reads for op in case.flow.ops)) for case in cases]
     assert any(v.role == "output" and v.name in names for case, names in zip(cases, read) for v in case.flow.values)
 

@@ -126,7 +126,8 @@ def never_made(text: str) -> str:
 
 
 def test_rejects_a_home_that_is_read_before_all_its_pieces_are_made():
-    assert "'cat' reads 'h', which no op before makes" in never_made("input x\n home h p q\n a: x -> p\n cat: h -> y\n b: x -> q\n output y")
+    said = never_made("input x\n home h p q\n a: x -> p\n cat: h -> y\n b: x -> q\n output y")
+    assert "'cat' reads 'h', which no op before makes" in said
 
 
 def test_rejects_a_piece_that_is_read_before_it_is_made():
@@ -189,7 +190,8 @@ def test_rejects_a_value_over_a_home_of_which_one_piece_is_alive():
 
 def test_rejects_a_value_over_a_piece_that_another_stream_reads():
     flow = flow_of("input x\n home h p q\n a: x -> p\n b: x -> q\n get: p -> u\n post: u -> w\n last: w -> z\n late: q -> y\n output y z")
-    steps = "launch a @a\nlaunch b @a\nrecord e @a\nwait e @b\nlaunch late @b\nrecord f @b\nlaunch get @a\nwait f @a\nlaunch post @a\nlaunch last @a"
+    steps = "launch a @a\nlaunch b @a\nrecord e @a\nwait e @b\nlaunch late @b\nrecord f @b\nlaunch get @a\n"
+    steps += "wait f @a\nlaunch post @a\nlaunch last @a"
     assert_accepted(flow, steps, "slot 0 h w\nslot 1 u")
     said = assert_refused(errors.LiveOverlap, flow, steps.replace("wait f @a\n", ""), "slot 0 h w\nslot 1 u")
     assert "writes 'w' over 'q', which 'late' on b may still use" in said
