@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Mapping, Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
 from dynaflow.engine import CapturedGraph
+from dynaflow.explain_kernels import InspectedRegions
 from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
 from dynaflow.ongoing import ongoing
@@ -128,15 +130,17 @@ def _few(items: Sequence[str], most: int = 4) -> str:
 class Explanation:
     """What `df.explain` returns: print it. `flow` and `plan` are the first graph's."""
 
-    graphs: tuple[Explained, ...]
+    graphs: tuple[Any, ...]  # Explained, or ExplainedKernels
 
     @property
     def flow(self) -> Flow:
-        return self.graphs[0].flow
+        flow: Flow = self.graphs[0].flow
+        return flow
 
     @property
     def plan(self) -> Plan:
-        return self.graphs[0].plan
+        plan: Plan = self.graphs[0].plan
+        return plan
 
     def __str__(self) -> str:
         breaks = f"{len(self.graphs)} graphs (the model breaks the graph {len(self.graphs) - 1} times)\n" if len(self.graphs) > 1 else ""
@@ -216,10 +220,10 @@ class InspectedGraph(CapturedGraph):
         }  # fmt: skip
 
 
-def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[InspectedGraph], **options: Any) -> list[Any]:
+def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[CapturedGraph], **options: Any) -> list[Any]:
     """Call `model` once with every captured graph made by `graph`; the graphs in order of capture."""
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
-    settings = read_settings(name=name, strict=True, **options)
+    settings = read_settings(name=name, strict=graph is not InspectedRegions, **options)
     args, kwargs = inputs
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         Compiled(model, settings, graph)(*args, **kwargs)
@@ -242,9 +246,18 @@ def explain(
     strategy are raised. The model's Python code runs once, on the given inputs; tensors that it changes (inputs, parameters, buffers)
     and the random state are put back.
 
+    Where ops are the kernels that Inductor makes (partition="kernels", and "auto" on CUDA) it says per region what was chosen and why,
+    with the times that were measured; the model is called twice for that.
+
     `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `runtime` and `buckets` are df.compile's:
     what Inductor compiles is compiled for this, and kept for df.compile.
     """
-    graphs = inspected(model, read_inputs(inputs), InspectedGraph, strategy=strategy, partition=partition, batch=batch,
-                       compiler=compiler, runtime=runtime, buckets=buckets)  # fmt: skip
+    options = {"strategy": strategy, "partition": partition, "batch": batch, "compiler": compiler, "runtime": runtime, "buckets": buckets}
+    given = read_inputs(inputs)
+    owner = getattr(model, "__self__", model)
+    parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
+    tensors = [x for x in (*pytree.tree_leaves(given), *parameters) if isinstance(x, torch.Tensor)]
+    device = next((x.device for x in tensors if x.device.type == "cuda"), torch.device("cpu"))
+    has_kernels = read_settings(**options).wants_kernels(device)
+    graphs = inspected(model, given, InspectedRegions if has_kernels else InspectedGraph, **options)
     return Explanation(tuple(e for g in graphs for e in g.explained))

@@ -56,7 +56,7 @@ class Observed:
                 return
             storage = value.untyped_storage()
             kept.append(storage)
-            mine, others = Place(value.storage_offset(), tuple(value.shape), value.stride()), places.setdefault(storage.data_ptr(), [])
+            mine, others = Place(int(value.storage_offset()), tuple(value.shape), value.stride()), places.setdefault(storage.data_ptr(), [])
             if storage.data_ptr() not in given and all(are_disjoint(mine, other) for other in others):
                 seen[name] = Geometry(mine.shape, mine.stride, value.dtype, value.device)
             others.append(mine)

@@ -293,6 +293,33 @@ def test_measuring_shows_nowhere(monkeypatch):
     torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
 
 
+# -- what is said
+
+
+def test_explain_says_what_was_chosen_and_why(times):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    model, x = Branchy(), image()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with torch.no_grad():
+        explanation = df.explain(model, x, partition="kernels")
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    (graph,) = explanation.graphs
+    text = str(explanation)
+    assert "chosen     a plan of the kernels (Inductor 100 us, one stream 90 us" in text
+    assert f"{len(graph.flow.ops)} kernels" in text and "critical path" in text and "in Inductor's order" in text
+    one, many = graph.timelines()
+    assert len(one.streams) == 1 < len(many.streams) and len(one.spans) == len(many.spans) == len(graph.flow.ops)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_explain_says_why_nothing_was_chosen():
+    with torch.no_grad():
+        explanation = df.explain(lambda x: (x @ x)[x > 0], torch.randn(4, 4), partition="kernels")
+    assert "runs as Inductor has it" in str(explanation)
+    with pytest.raises(LookupError, match="no costs"):
+        explanation.graphs[0].timelines()
+
+
 # -- what is not planned
 
 
