@@ -6,11 +6,12 @@ import pytest
 
 from dynaflow.context import Context
 from dynaflow.errors import PlanRefused
-from dynaflow.ir import Wait
+from dynaflow.ir import Plan, Wait
 from dynaflow.memory import ALIGNMENT, bind_memory, place
 from dynaflow.planner import plan, sequential_plan
 from dynaflow.strategies import Branches, NanoBatch, TwoBatch
 from dynaflow.sync import synchronise
+from dynaflow.testing.notation import flow_of
 from dynaflow.verify import verify, verify_memory
 from tests.cpu.flows import chain, diamond, stateful
 
@@ -60,6 +61,36 @@ def test_a_long_chain_reuses_memory():
     p = made(flow, TwoBatch())
     one = 256 * 12
     assert bind_memory(flow, p, {"s0": 12}).arena_bytes <= 4 * one, "99 values must not take more than a few buffers"
+
+
+def test_a_home_has_one_slot_for_as_long_as_any_piece_lives():
+    """v dies before the first piece, w begins behind the last reader of one: in turn. m lives beside a piece: not in that slot."""
+    flow = flow_of("input x\n home h p q\n a: x -> v\n b: v -> u\n c: u -> p\n d: p -> m\n e: m -> q\n f: q -> w\n g: w -> y\n output y")
+    slots = dict(place(flow, synchronise(flow, sequential_plan(flow, ""))).slots)
+    assert set(slots) == {"v", "u", "h", "m", "w"}, "pieces have none"
+    assert slots["v"] == slots["h"] != slots["m"] and slots["w"] != slots["h"], "f reads q while it writes w"
+
+
+def test_pieces_are_born_with_the_first_of_them():
+    """One stream knows that b is done with v, the other does not."""
+    flow = flow_of("input x\n home h p q\n a: x -> v\n b: v -> u\n c: x -> p\n d: x -> q\n e: h u -> y\n output y")
+    steps = "stream one\nstream two\nlaunch a @one\nlaunch b @one\nlaunch {} @one\nlaunch {} @two\nlaunch e @one\n"
+    for launches in (("c", "d"), ("d", "c")):
+        waiting = synchronise(flow, Plan.parse(f"plan {flow.label}\n{steps.format(*launches)}"))
+        slots = dict(place(flow, waiting).slots)
+        assert slots["h"] != slots["v"], "one of the pieces may be written while v is read"
+        with pytest.raises(PlanRefused):
+            verify(replace(place(flow, waiting), slots=(("v", 0), ("h", 0), ("u", 1))), flow)
+    in_order = place(flow, sequential_plan(flow, ""))
+    assert dict(in_order.slots)["h"] == dict(in_order.slots)["v"] and verify(in_order, flow)
+
+
+def test_a_fingerprint_knows_homes_and_is_as_ever_without_them():
+    assert chain().label == "chain.733154b2"
+    flow = flow_of("input x\n home h p q\n a: x -> p q\n b: h -> y\n output y")
+    apart = replace(flow, values=tuple(replace(v, home="", role="temp") if v.home else v for v in flow.values))
+    other = replace(flow, values=tuple(replace(v, home="y") if v.name == "p" else v for v in flow.values))
+    assert len({flow.fingerprint, apart.fingerprint, other.fingerprint}) == 3
 
 
 def test_serialised_is_the_same_launches_on_the_callers_stream():
