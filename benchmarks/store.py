@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def stamped(row: str, section: str, config: Result, found: Result, made_by: str,
     versions = {"torch": torch.__version__, "dynaflow": df.__version__, **packages}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     where = {"commit": provenance.commit(), "date": now, "hardware": _hardware(device), "versions": versions}
-    form = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False, "note": "",
+    form: Result = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False, "note": "",
             "targets": []}  # fmt: skip
     return {"row": row, "section": section, "config": config, **form, **found, "made_by": made_by, **where}
 
@@ -75,6 +75,20 @@ def save(path: Path, suite: str, rows: Sequence[Result], summary: Mapping[str, A
     whole = {"suite": suite, "made_by": f"python -m benchmarks.{suite}", **head, "rows": list(rows), "summary": summary}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def publish(args: Any, report: Any, plot: Callable[[Sequence[Result], Path], None]) -> bool:
+    """--merge and --plot of a suite's command: other machines' files into its own; plot and page from it. False: neither was asked for."""
+    if args.merge:
+        report.save(args.json, report.merged(load(args.json), *map(load, args.merge)))
+    if args.plot:
+        rows = load(args.json)
+        plot(rows, args.json)
+        args.page.write_text(report.markdown(rows), encoding="utf-8")
+        print(f"wrote {args.json.with_suffix('.svg')}, {args.json.with_suffix('.png')} and {args.page}")
+    if args.merge or args.plot:
+        print(report.table(load(args.json)))
+    return bool(args.merge or args.plot)
 
 
 def counted(targets: Sequence[Result]) -> Result:

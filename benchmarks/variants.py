@@ -63,7 +63,7 @@ def graphed(is_compiled: bool = True) -> Builder:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):
+            for _step in range(2):
                 case.reset()
                 fast(**static, **case.state)
         torch.cuda.current_stream().wait_stream(side)

@@ -32,7 +32,7 @@ from benchmarks.backend.models import ROWS, Row, select
 from benchmarks.backend.plot import plot
 from benchmarks.backend.sections import SECTIONS, Effort
 from benchmarks.backend.variants import Variants
-from benchmarks.store import Result, failed, load, stamped
+from benchmarks.store import Result, failed, load, publish, stamped
 
 # rows of section `first`, where --rows does not say: each costs six processes
 FIRST_ROWS = "llama decode b=16,resnet50*"
@@ -47,15 +47,7 @@ def main() -> int:
     if args.list:
         print("rows     ", ", ".join(r.name for r in ROWS), "\nsections ", ", ".join(report.SECTIONS))
         return 0
-    if args.merge:
-        report.save(args.json, report.merged(load(args.json), *map(load, args.merge)))
-    if args.plot:
-        rows = load(args.json)
-        plot(rows, args.json)
-        args.page.write_text(report.markdown(rows), encoding="utf-8")
-        print(f"wrote {args.json.with_suffix('.svg')}, {args.json.with_suffix('.png')} and {args.page}")
-    if args.merge or args.plot:
-        print(report.table(load(args.json)))
+    if publish(args, report, plot):
         return 0
     return Suite(args).run()
 

@@ -33,7 +33,7 @@ from benchmarks.branches import child, report, runner
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
 from benchmarks.branches.variants import COMPILE, OURS, Variants
-from benchmarks.store import failed, load, stamped
+from benchmarks.store import failed, load, publish, stamped
 
 PHASES = ("warm", "tune", "time", "first")
 # rows of phase `first`, where --rows does not say: each costs four processes
@@ -47,15 +47,7 @@ def main() -> int:
     if args.list:
         print("rows     ", ", ".join(NAMES), "\nvariants ", ", ".join(Variants.builders), "\nphases   ", ", ".join(PHASES))
         return 0
-    if args.merge:
-        report.save(args.json, report.merged(load(args.json), *map(load, args.merge)))
-    if args.plot:
-        rows = load(args.json)
-        plot(rows, args.json)
-        args.page.write_text(report.markdown(rows, args.page.parent), encoding="utf-8")
-        print(f"wrote {args.json.with_suffix('.svg')}, {args.json.with_suffix('.png')} and {args.page}")
-    if args.merge or args.plot:
-        print(report.table(load(args.json)))
+    if publish(args, report, plot):
         return 0
     # ended from outside: end the rows' processes too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
