@@ -46,8 +46,8 @@ def stamped(row: str, section: str, config: Result, found: Result, made_by: str,
     versions = {"torch": torch.__version__, "dynaflow": df.__version__, **packages}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     where = {"commit": provenance.commit(), "date": now, "hardware": _hardware(device), "versions": versions}
-    form: Result = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False, "note": "",
-            "targets": []}  # fmt: skip
+    form: Result = {"repetitions": 0, "ours": None, "baselines": {}, "against": None, "speedup": None, "equal": "", "emulated": False,
+                    "note": "", "targets": []}  # fmt: skip
     return {"row": row, "section": section, "config": config, **form, **found, "made_by": made_by, **where}
 
 
