@@ -49,6 +49,8 @@ def _notes(made: dict[str, Variant], variants: Variants, names: Sequence[str], b
     notes += [f"{name} not measured: {variants.missing[name]}" for name in names if name in variants.missing]
     breaks = dict(torch._dynamo.utils.counters["graph_break"])
     notes += [f"{n} graph breaks: {str(reason)[:80]}" for reason, n in breaks.items()]
+    if OURS in made and not ours.choice()["planned_calls"]:
+        notes.append("no call ran under a plan: that it equals one stream shows nothing")
     eager = next((n for n in (EAGER_GRAPH, EAGER) if n in baselines), None)
     if eager and against and baselines[eager]["median_ms"] < baselines[against]["median_ms"]:
         notes.append(f"{eager} is faster than {against}: {baselines[eager]['median_ms']:.4g} ms")

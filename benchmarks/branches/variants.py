@@ -1,4 +1,4 @@
-"""The variants of a row. Inference: everything in a CUDA Graph. Training: whatever torch.compile has to offer."""
+"""The variants of a row. Inference: baselines in a CUDA Graph. Training: whatever torch.compile has to offer."""
 
 from __future__ import annotations
 
