@@ -127,7 +127,8 @@ def markdown(rows: Sequence[Result], folder: Path = PAGE.parent) -> str:
             lines += [f"{title}:", "", *(f"- {cell(text)}" for text in found), ""]
     lines += [
         "Milliseconds per step, median (spread from the 10th to the 90th percentile), variants in turns in one process. Of an inference "
-        "row, all but dynaflow are put into a CUDA Graph by the suite or by Inductor, copies of inputs included; `against` is the faster of `torch.compile` in a CUDA Graph and "
+        "row, all but dynaflow are put into a CUDA Graph by the suite or by Inductor, copies of inputs included; `against` is the "
+        "faster of `torch.compile` in a CUDA Graph and "
         "`max-autotune`, for training the fastest of `torch.compile`, `reduce-overhead` and `max-autotune`. Speedups carry their 95% "
         "interval. Bound: what the longer of critical path and total work would give, simulated. Equal: to the same plan on one stream, "
         "fresh inputs, poisoned outputs; in brackets against torch.compile. Memory: peak reserved above weights and inputs, MiB, "

@@ -116,6 +116,14 @@ def test_rejects_an_output_that_is_not_written():
     assert sections.verdict(found) == "max abs inf" and found["bit_equal"] == 0
 
 
+def test_rejects_equality_of_what_runs_no_plan_with_itself():
+    same = {"inputs": 3, "bit_equal": 3, "max_abs": 0.0, "reference_repeats": True, "reference_sound": True}
+    other = {**same, "bit_equal": 0, "max_abs": 0.5}
+    assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=True) == "bit"
+    assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=False) == "max abs 5.0e-01"
+    assert sections.headline({"one stream": same}, is_planned=False) == "no plan ran"
+
+
 def test_rejects_a_reference_that_says_nothing():
     case = _Doubling()
     found = sections.compared(case, case.reference, lambda _: torch.full((4,), torch.nan), 1)
@@ -228,7 +236,7 @@ def test_command_times_a_row_in_a_process_of_its_own(tmp_path):
     done = _command(path, "--rows", "mmdit*256*", "--variants", "eager,dynaflow", "--rounds", "2")
     assert done.returncode == 1, done.stderr  # no baseline of torch.compile, so no target is met
     (row,) = load(path)
-    assert row["equal"] == "bit" and row["ours"]["median_ms"] > 0 and set(row["baselines"]) == {"eager"} and row["speedup"] is None
+    assert row["differences"]["one stream"]["bit_equal"] == 3 and row["ours"]["median_ms"] > 0 and set(row["baselines"]) == {"eager"} and row["speedup"] is None
     assert row["plan"]["captures"] == 1 and row["config"]["tiny"] and "time mmdit-1536 256+128: ok" in done.stdout
 
 
