@@ -236,7 +236,8 @@ def test_command_times_a_row_in_a_process_of_its_own(tmp_path):
     done = _command(path, "--rows", "mmdit*256*", "--variants", "eager,dynaflow", "--rounds", "2")
     assert done.returncode == 1, done.stderr  # no baseline of torch.compile, so no target is met
     (row,) = load(path)
-    assert row["differences"]["one stream"]["bit_equal"] == 3 and row["ours"]["median_ms"] > 0 and set(row["baselines"]) == {"eager"} and row["speedup"] is None
+    assert row["differences"]["one stream"]["bit_equal"] == 3 and row["ours"]["median_ms"] > 0
+    assert set(row["baselines"]) == {"eager"} and row["speedup"] is None
     assert row["plan"]["captures"] == 1 and row["config"]["tiny"] and "time mmdit-1536 256+128: ok" in done.stdout
 
 
