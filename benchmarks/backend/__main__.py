@@ -30,8 +30,9 @@ import torch
 from benchmarks.backend import first, report
 from benchmarks.backend.models import ROWS, Row, select
 from benchmarks.backend.plot import plot
-from benchmarks.backend.sections import SECTIONS, Effort, Result, target
+from benchmarks.backend.sections import SECTIONS, Effort
 from benchmarks.backend.variants import Variants
+from benchmarks.store import Result, failed, load, publish, stamped
 
 # rows of section `first`, where --rows does not say: each costs six processes
 FIRST_ROWS = "llama decode b=16,resnet50*"
@@ -46,15 +47,7 @@ def main() -> int:
     if args.list:
         print("rows     ", ", ".join(r.name for r in ROWS), "\nsections ", ", ".join(report.SECTIONS))
         return 0
-    if args.merge:
-        report.save(args.json, report.merged(report.load(args.json), *map(report.load, args.merge)))
-    if args.plot:
-        rows = report.load(args.json)
-        plot(rows, args.json)
-        args.page.write_text(report.markdown(rows), encoding="utf-8")
-        print(f"wrote {args.json.with_suffix('.svg')}, {args.json.with_suffix('.png')} and {args.page}")
-    if args.merge or args.plot:
-        print(report.table(report.load(args.json)))
+    if publish(args, report, plot):
         return 0
     return Suite(args).run()
 
@@ -100,7 +93,7 @@ class Suite:
         except Exception as error:
             traceback.print_exc()
             for section in sections:
-                self._keep(row.name, section, row.config(args.tiny), _failed(section, error))
+                self._keep(row.name, section, row.config(args.tiny), failed(section, error))
             return
         print(f"  model built in {time.perf_counter() - began:.1f} s", flush=True)
         for section in sections:
@@ -122,7 +115,7 @@ class Suite:
             found = measure()
         except Exception as error:  # what does not work stands in the file
             traceback.print_exc()
-            found = _failed(section, error)
+            found = failed(section, error)
         seconds = round(time.perf_counter() - began, 1)
         if variants is not None:
             found |= _notes(found, variants)
@@ -133,8 +126,8 @@ class Suite:
     def _keep(self, row: str, section: str, config: Result, found: Result) -> None:
         args = self.args
         config = {"dtype": "bf16", **config, **self.options, **({"tiny": True} if args.tiny else {})}
-        self.done.append(report.stamped(row, section, config, found, self.made_by, args.device))
-        report.save(args.json, report.merged(report.load(args.json), self.done))
+        self.done.append(stamped(row, section, config, found, self.made_by, args.device))
+        report.save(args.json, report.merged(load(args.json), self.done))
 
     def _end(self) -> int:
         print(f"\n{self._seconds():.0f} s; compiled code on disk: {_cache_mib():.0f} MiB in {_cache_folder()}\n")
@@ -150,11 +143,6 @@ class Suite:
 
     def _is_late(self) -> bool:
         return self._seconds() > self.args.limit_s
-
-
-def _failed(section: str, error: Exception) -> Result:
-    text = f"{type(error).__name__}: {str(error).strip()[:400]}"
-    return {"note": text, "targets": [target(f"{section} could be measured", None, 0, text)]}
 
 
 def _notes(found: Result, variants: Variants) -> Result:

@@ -1,17 +1,9 @@
-"""Time to the first result, in fresh processes with fresh caches on disk; and how it grows with the number of equal layers.
-
-A child builds the model and runs it once eagerly (libraries load), then times: compile, first call, synchronise. Cold: the caches'
-folder is empty. Warm: the same folder again, in a new process.
-"""
+"""Time to the first result (benchmarks/fresh.py); and how it grows with the number of equal layers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,25 +11,22 @@ from typing import Any
 import torch
 
 import dynaflow as df
+from benchmarks import fresh
 from benchmarks.backend import models
 from benchmarks.backend.models import Case, Row
-from benchmarks.backend.sections import Result, target
-from benchmarks.backend.variants import BUILDERS, COMPILE, GUARDS, OURS, SPLITS, Call, Interleaved, NotAvailable, df_compile
+from benchmarks.backend.variants import BUILDERS, COMPILE, GUARDS, OURS, SPLITS, Interleaved, df_compile
+from benchmarks.cases import Call
+from benchmarks.store import Result, target
+from benchmarks.variants import NotAvailable
 
 MAX_RATIO = 1.3
 FEW, MANY = 4, 32
 LAYERED = "per layer, two streams"
-_ROOT = Path(__file__).parents[2]
 
 
 def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], variants: tuple[str, ...] = ()) -> Result:
     names = [n for n in variants or (COMPILE, OURS, SPLITS[2][0]) if n in (OURS, COMPILE) or row.batch >= 2]
-    found: dict[str, Result] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            caches = Path(folder) / name.replace(" ", "-")
-            for when in ("cold", "warm"):
-                found.setdefault(name, {})[when] = _child(row.name, name, tiny, device, options, caches)
+    found = fresh.cold_and_warm(names, lambda name, caches: _child(row.name, name, tiny, device, options, caches))
     targets = []
     for name in names[1:]:
         for when in ("cold", "warm"):
@@ -69,22 +58,7 @@ def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
 
 def _child(row: str, variant: str, tiny: bool, device: str, options: dict[str, Any], caches: Path) -> Result:
     wish = {"row": row, "variant": variant, "tiny": tiny, "device": device, "options": options}
-    places = {name: str(caches / sub) for name, sub in (
-        ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"),
-        ("CUDA_CACHE_PATH", "cuda"))}  # fmt: skip
-    began = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks.backend", "--child", json.dumps(wish)]
-    environment = {**os.environ, **places, "PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, env=environment)
-    wall_s = round(time.perf_counter() - began, 2)
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    try:
-        result = json.loads(last)
-    except json.JSONDecodeError:
-        result = {"note": f"child failed ({done.returncode}): {done.stderr.strip()[-300:]}"}
-    print(f"    {row}, {variant}: {result.get('first_s', result.get('note'))} (process {wall_s} s)", flush=True)
-    size = sum(f.stat().st_size for f in caches.rglob("*") if f.is_file()) if caches.exists() else 0
-    return {**result, "process_s": wall_s, "cache_mib": round(size / 2**20, 1)}
+    return fresh.child("backend", wish, caches)
 
 
 def run_child(text: str) -> None:
@@ -92,22 +66,7 @@ def run_child(text: str) -> None:
     wish = json.loads(text)
     torch.set_grad_enabled(False)
     case, build = _wanted(wish)
-    sync = torch.cuda.synchronize if wish["device"].startswith("cuda") else lambda: None
-    case.run(case.sets[0])
-    sync()
-    seconds = []
-    try:
-        began = time.perf_counter()
-        call: Call = build(case, wish["options"])
-        for number in range(3):
-            case.reset()
-            call(number)
-            sync()
-            seconds.append(round(time.perf_counter() - began, 3))
-    except NotAvailable as error:
-        print(json.dumps({"note": str(error)}))
-        return
-    print(json.dumps({"first_s": seconds[0], "third_s": seconds[2]}))
+    fresh.time_first(case, build, wish["options"], wish["device"])
 
 
 def _wanted(wish: dict[str, Any]) -> tuple[Case, Any]:

@@ -1,28 +1,22 @@
 """The rows: unmodified models of transformers and timm in the shapes of real ones, random weights, made locally.
 
-A `Row` says how to build; `row.case(device, dtype)` builds. A `Case` holds the module, sets of fresh random inputs to rotate among, and
-what a step changes in place. A decode step is HF's own call with a `StaticCache`: keys, values and the cache's length are changed inputs.
-`case.reset()` puts the length back to `CONTEXT` before each step, outside of every timed region, so that all steps do the same work.
+A `Row` says how to build; `row.case(device, dtype)` builds a `Case` (benchmarks/cases.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dynaflow as df
-import dynaflow.testing.torchvision_shim
-from benchmarks.zoo import _roughen
-
-# tokens in the KV cache before a decode step, and room in it
-CONTEXT, MAX_CONTEXT = 512, 640
-NUM_SETS = 4
+from benchmarks import cases
+from benchmarks.cases import CONTEXT, MAX_CONTEXT, NUM_SETS, built, static_cache
 
 LLAMA_3_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -79,32 +73,25 @@ class Row:
         return min(self.batch, 4), min(self.seq, 8), 32 if self.image_size else 0
 
     def case(self, device: str, dtype: torch.dtype, tiny: bool = False, seed: int = 0) -> Case:
-        module = _built(self.make, device, dtype, tiny, seed)
+        module = built(partial(self.make, tiny), device, dtype, seed)
         if self.is_channels_last:
             module = module.to(memory_format=torch.channels_last)
         generator = torch.Generator(device).manual_seed(seed)
         state: dict[str, Any] = {}
         if self.is_decode:
-            state = {"past_key_values": _cache(module, self._sizes(tiny)[0], device, dtype, tiny, generator), "use_cache": True}
+            state = {"past_key_values": static_cache(module, self._sizes(tiny)[0], dtype, tiny, generator), "use_cache": True}
         elif self.seq and not self.has_mask:
             state = {"use_cache": False}
-        case = Case(self, module, state, generator, dtype, tiny)
+        case = Case(row=self, module=module, state=state, generator=generator, dtype=dtype, tiny=tiny)
         case.sets = [case.fresh() for _ in range(NUM_SETS)]
         return case
 
 
-@dataclass
-class Case:
+@dataclass(kw_only=True)
+class Case(cases.Case):
     """A row that was built."""
 
     row: Row
-    module: nn.Module
-    # arguments that are the same in every step
-    state: dict[str, Any]
-    generator: torch.Generator
-    dtype: torch.dtype
-    tiny: bool
-    sets: list[dict[str, Tensor]] = field(default_factory=list)
 
     def fresh(self) -> dict[str, Tensor]:
         """New random inputs: what a caller passes anew in every step."""
@@ -123,89 +110,20 @@ class Case:
     def _image_name(self) -> str:
         return "pixel_values" if hasattr(self.module, "config") else "x"
 
-    def args(self, number: int) -> dict[str, Any]:
-        return {**self.sets[number % len(self.sets)], **self.state}
-
-    @property
-    def num_inputs(self) -> int:
-        """Tensors that a graph's owner must copy in every step; caches are bound by address."""
-        return len(self.sets[0])
-
-    @property
-    def layers(self) -> list[Any]:
-        cache = self.state.get("past_key_values")
-        return [] if cache is None else cache.layers
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            layer.cumulative_length.fill_(self.context)
-
-    @property
-    def context(self) -> int:
-        return 20 if self.tiny else CONTEXT
-
-    def unmark(self) -> None:
-        """Take off what a capture left on the tensors: Dynamo's other captures would see it and be made anew."""
-        tensors = [t for inputs in self.sets for t in inputs.values()]
-        tensors += [t for layer in self.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
-        for tensor in tensors:
-            if not tensor.__dict__.keys() & {"_dynamo_weak_dynamic_indices", "_dynamo_static_indices", "_dynamo_dynamic_indices"}:
-                tensor.__dict__.pop("_has_dynamo_dim_marking", None)
-
     def outputs(self, result: Any) -> list[Tensor]:
         return [getattr(result, name) for name in self.row.fields] if self.row.fields else [result]
-
-    def changed(self) -> list[Tensor]:
-        """What the last step wrote into the cache."""
-        at = self.context
-        rows = [t[:, :, at] for layer in self.layers for t in (layer.keys, layer.values)]
-        return [t.clone() for t in (*rows, *(layer.cumulative_length for layer in self.layers))]
 
     def wide(self) -> Case:
         """The same case in float32, on memory of its own."""
         module = copy.deepcopy(self.module).float()
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation("eager")
-        case = Case(self.row, module, dict(self.state), self.generator, torch.float32, self.tiny)
+        case = Case(row=self.row, module=module, state=dict(self.state), generator=self.generator, dtype=torch.float32, tiny=self.tiny)
         if self.layers:
             case.state["past_key_values"] = cache = copy.deepcopy(self.state["past_key_values"])
             for layer in cache.layers:
                 layer.keys, layer.values, layer.dtype = layer.keys.float(), layer.values.float(), torch.float32
         return case
-
-    def run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Eager."""
-        self.reset()
-        return self.outputs(self.module(**{k: v.to(self.dtype) if v.is_floating_point() else v for k, v in inputs.items()}, **self.state))
-
-
-def _built(make: Callable[[bool], nn.Module], device: str, dtype: torch.dtype, tiny: bool, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            module = make(tiny).eval()
-    finally:
-        torch.set_default_dtype(before)
-    # not module.to(dtype): a buffer that its library makes in float32 (rotary frequencies) stays so, as after from_pretrained
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(device, dtype)
-    _roughen(module)
-    return module.requires_grad_(False)
-
-
-def _cache(module: Any, batch: int, device: str, dtype: torch.dtype, tiny: bool, generator: torch.Generator) -> Any:
-    from transformers import StaticCache
-
-    config = module.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = StaticCache(config=config, max_cache_len=32 if tiny else MAX_CONTEXT)
-    cache.early_initialization(batch, config.num_key_value_heads, head_dim, dtype, torch.device(device))
-    for layer in cache.layers:
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
-    return cache
 
 
 # -- the models
@@ -263,7 +181,4 @@ ROWS: tuple[Row, ...] = (
 
 def select(pattern: str = "*") -> list[Row]:
     """The rows whose name matches one of the comma-separated globs."""
-    chosen = [r for r in ROWS if any(fnmatch(r.name, p) for p in pattern.split(","))]
-    if not chosen:
-        raise SystemExit(f"--rows {pattern}: no row matches; rows: {', '.join(r.name for r in ROWS)}")
-    return chosen
+    return cases.select(ROWS, pattern)

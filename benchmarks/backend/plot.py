@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.backend.sections import MAX_ROW_RATIO, Result
+from benchmarks.backend.sections import MAX_ROW_RATIO
 from benchmarks.backend.variants import COMPILE, COMPILE_GRAPH, OURS, OURS_BORROW, OURS_GRAPH
+from benchmarks.store import Result
 
 _COLOURS = {OURS: "#4c78a8", OURS_BORROW: "#f58518", OURS_GRAPH: "#bab0ac"}
 

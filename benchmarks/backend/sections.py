@@ -1,7 +1,4 @@
 """What is measured of one case, section by section. A section returns the part of a result row that is its own.
-
-Targets are data: `{"what", "value", "limit", "is_met", "note"}`. A value that could not be had is None, with the reason in `note`, and
-counts as not met.
 """
 
 from __future__ import annotations
@@ -9,14 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import dynaflow as df
 from benchmarks.backend import trace
-from benchmarks.backend.measure import host_us, ratio, side_by_side
 from benchmarks.backend.models import Case
 from benchmarks.backend.variants import (
     COMPILE,
@@ -30,9 +25,11 @@ from benchmarks.backend.variants import (
     SPLITS,
     TWO_BATCH,
     TWO_BATCH_GRAPH,
-    Variant,
     Variants,
 )  # fmt: skip
+from benchmarks.measure import host_us, ratio, side_by_side
+from benchmarks.store import Result, target
+from benchmarks.variants import Variant
 
 MAX_ROW_RATIO, MAX_GEOMEAN_RATIO = 1.02, 1.01
 MAX_EXTRA_SHARE, MAX_EXTRA_MIB = 0.02, 32.0
@@ -43,8 +40,6 @@ MAX_TWO_BATCH_MEMORY = 1.05
 MAX_ERROR_RATIO = 2.0
 NUM_KEPT = 20
 
-Result = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Effort:
@@ -53,11 +48,6 @@ class Effort:
     num_rounds: int = 40
     host_steps: int = 200
     replays: int = 1000
-
-
-def target(what: str, value: float | None, limit: float, note: str = "") -> Result:
-    rounded = None if value is None else round(value, 4)
-    return {"what": what, "value": rounded, "limit": round(limit, 4), "is_met": value is not None and value <= limit, "note": note}
 
 
 def _why(variants: Variants, *names: str) -> str:

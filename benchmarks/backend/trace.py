@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.backend.models import Case
-from benchmarks.backend.variants import Call
+from benchmarks.cases import Call, Case
 
 MEMCPY, CAT, COPY, TRITON = "memcpy", "cat", "copy", "triton copy"
 # parts of a fused Triton kernel's name that move data and compute nothing

@@ -12,10 +12,11 @@ pytest.importorskip("transformers")
 
 import dynaflow as df
 from benchmarks.backend import report, trace, variants
-from benchmarks.backend.measure import Times, ratio
 from benchmarks.backend.models import ROWS, select
-from benchmarks.backend.sections import SECTIONS, Effort, copies_target, target
+from benchmarks.backend.sections import SECTIONS, Effort, copies_target
 from benchmarks.backend.variants import OURS, SPLITS, Variants, df_compile
+from benchmarks.measure import Times, ratio
+from benchmarks.store import load, stamped, target
 
 ROOT = Path(__file__).parents[2]
 FORM = {"row", "section", "config", "repetitions", "ours", "baselines", "against", "speedup", "equal", "emulated", "note", "targets",
@@ -65,8 +66,8 @@ def test_split_section_counts_copies(results):
 
 def test_file_has_the_form_of_a_result(results, tmp_path):
     path = tmp_path / "backend.json"
-    rows = [report.stamped("llama decode b=16", name, {"tiny": True}, found, "test", "cpu") for name, found in results.items()]
-    report.save(path, report.merged(report.load(path), rows))
+    rows = [stamped("llama decode b=16", name, {"tiny": True}, found, "test", "cpu") for name, found in results.items()]
+    report.save(path, report.merged(load(path), rows))
     whole = json.loads(path.read_text())
     assert {"suite", "made_by", "commit", "date", "hardware", "versions", "rows", "summary"} <= set(whole)
     assert whole["suite"] == "backend" and all(set(r) >= FORM for r in whole["rows"])
@@ -114,7 +115,7 @@ def test_rejects_a_copy():
     trace._add(split, trace.CAT, "CatArrayBatchedCopy", 4096)
     bad = copies_target("split 2", trace.excess(split, unsplit))
     assert not bad["is_met"] and bad["value"] == 4096 and "CatArrayBatchedCopy" in bad["note"]
-    row = report.stamped("x", "split", {}, {"targets": [bad]}, "test", "cpu")
+    row = stamped("x", "split", {}, {"targets": [bad]}, "test", "cpu")
     assert "MISSED" in report.table([row]) and report.summary([row])["missed"] == [f"split, x: {bad['what']}: 4,096, at most 0"]
     assert copies_target("split 2", trace.excess(unsplit, unsplit))["is_met"]
 
@@ -143,14 +144,14 @@ def test_rejects_options_that_df_compile_lacks():
 
 
 def test_rejects_rows_of_different_kinds_in_one_file():
-    rows = [report.stamped("x", "split", {"tiny": tiny}, {}, "test", "cpu") for tiny in (True, False)]
+    rows = [stamped("x", "split", {"tiny": tiny}, {}, "test", "cpu") for tiny in (True, False)]
     rows[1]["row"] = "y"
     with pytest.raises(SystemExit, match="different kinds"):
         report.merged(rows)
 
 
 def test_later_row_wins():
-    old, new = (report.stamped("x", "split", {}, {"note": note}, "test", "cpu") for note in ("old", "new"))
+    old, new = (stamped("x", "split", {}, {"note": note}, "test", "cpu") for note in ("old", "new"))
     old["date"] = "2020-01-01T00:00:00+00:00"
     assert [r["note"] for r in report.merged([new], [old])] == ["new"]
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.backend.models import Case
-from benchmarks.backend.variants import Call
+from benchmarks.cases import Call, Case
 
 # what one block of steps may take
 BLOCK_MS = 25.0

@@ -1,0 +1,175 @@
+"""What independent branches gain: torch.compile(model, backend="dynaflow") against torch.compile in a CUDA Graph and max-autotune.
+
+    python -m benchmarks.branches --only warm --jobs 8 --limit-s 540      compile rows side by side: fills the caches on disk
+    python -m benchmarks.branches --only tune --limit-s 540               max-autotune, one row at a time: it measures as it compiles
+    python -m benchmarks.branches --only time [--rows GLOBS] [--json F]   time rows one after another, merge them into the file
+    python -m benchmarks.branches --only first                            time to the first result, cold and warm, fresh processes
+    python -m benchmarks.branches --merge FILE ...                        merge files from another machine
+    python -m benchmarks.branches --plot                                  plot and docs/branches.md from the file
+    python -m benchmarks.branches --tiny --device cpu --json out/branches-tiny.json      small, without a GPU
+    python -m benchmarks.branches --list                                  rows, variants and phases
+
+Every row is a process of its own, with all its variants in it; the rows that matter most come first. `--limit-s` starts nothing new that
+would not fit, ends what runs past it, says what was not run, and ends with 3. A row's figures without max-autotune are written before
+max-autotune is built. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR say. Ends with 1 when a target is
+missed or a row failed. BRANCHES_LORA=own takes our own LoRA layers instead of PEFT's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import fresh
+from benchmarks.branches import child, report, runner
+from benchmarks.branches.plot import plot
+from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
+from benchmarks.branches.variants import COMPILE, OURS, Variants
+from benchmarks.store import failed, load, publish, stamped
+
+PHASES = ("warm", "tune", "time", "first")
+# rows of phase `first`, where --rows does not say: each costs four processes
+FIRST_ROWS = f"{HRNET},{LORA}"
+
+
+def main() -> int:
+    args = _arguments()
+    if args.child:
+        return child.run(args.child)
+    if args.list:
+        print("rows     ", ", ".join(NAMES), "\nvariants ", ", ".join(Variants.builders), "\nphases   ", ", ".join(PHASES))
+        return 0
+    if publish(args, report, plot):
+        return 0
+    # ended from outside: end the rows' processes too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return Suite(args).run()
+
+
+class Suite:
+    """One call: phases one after the other, rows in their order."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.began = time.perf_counter()
+        self.made_by = "python -m benchmarks.branches " + " ".join(sys.argv[1:])
+        self.not_run: list[str] = []
+        self.bad: list[str] = []
+
+    def run(self) -> int:
+        for phase in PHASES:
+            if phase not in self.args.only.split(","):
+                continue
+            if phase == "first":
+                self._first(select(self.args.rows or FIRST_ROWS))
+            else:
+                self._rows(phase, select(self.args.rows or "*"))
+        return self._end()
+
+    def _rows(self, phase: str, rows: list[Row]) -> None:
+        num_jobs = self._jobs(phase)
+        wish = self._wish() | {"rounds": self.args.rounds, "timelines": str(self.args.timelines.absolute()) if self.args.timelines else ""}
+        names = [r.name for r in rows]
+        for done in runner.run("branches", phase, names, wish, num_jobs, self._left, self.args.row_limit_s):
+            if isinstance(done, str):
+                self.not_run.append(f"{phase}: {done}")
+                continue
+            how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
+            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
+            if done.rc != 0:
+                self.bad.append(f"{phase}: {done.row} {how}")
+                print("    " + done.tail.replace("\n", "\n    "), flush=True)
+            if phase == "time":
+                self._keep(next(r for r in rows if r.name == done.row), done)
+
+    def _jobs(self, phase: str) -> int:
+        """Timing is alone on the machine; max-autotune measures too, so that it is alone unless somebody asks."""
+        if phase == "time":
+            return 1
+        return self.args.jobs or (max(1, (os.cpu_count() or 1) // 2) if phase == "warm" else 1)
+
+    def _keep(self, row: Row, done: runner.Done) -> None:
+        """Into the file: what the process wrote, else why there is nothing. A row ended for want of time replaces none that is there."""
+        known, new = load(self.args.json), load(done.json)
+        if not new and (done.rc is not None or all(r["row"] != row.name for r in known)):
+            error = TimeoutError(f"ended after {done.seconds} s") if done.rc is None else RuntimeError(done.tail[-300:])
+            config = report.config(row, self.args.tiny, self.args.options)
+            new = [stamped(row.name, "time", config, failed("time", error), self.made_by, self.args.device)]
+        if known or new:
+            report.save(self.args.json, report.merged(known, new))
+
+    def _first(self, rows: list[Row]) -> None:
+        for row in rows:
+            if self._left() < 4 * runner.MIN_ROW_S:
+                self.not_run.append(f"first: {row.name}")
+                continue
+
+            def start(name: str, caches: Path) -> Any:
+                return fresh.child("branches", self._wish() | {"phase": "first", "row": row.name, "variant": name}, caches)
+
+            found = {"repetitions": 1, "first": fresh.cold_and_warm((COMPILE, OURS), start), "against": COMPILE}
+            config = report.config(row, self.args.tiny, self.args.options)
+            new = stamped(row.name, "first", config, found, self.made_by, self.args.device)
+            report.save(self.args.json, report.merged(load(self.args.json), [new]))
+
+    def _wish(self) -> dict[str, Any]:
+        args = self.args
+        chosen = [v for v in args.variants.split(",") if v]
+        return {"tiny": args.tiny, "device": args.device, "options": args.options, "variants": chosen, "made_by": self.made_by}
+
+    def _left(self) -> float:
+        return self.args.limit_s - (time.perf_counter() - self.began)
+
+    def _end(self) -> int:
+        rows = load(self.args.json)
+        print(f"\n{time.perf_counter() - self.began:.0f} s")
+        if rows:
+            print(report.table(rows))
+        for title, found in (("BAD", self.bad), (f"NOT RUN (no room in --limit-s {self.args.limit_s:.0f})", self.not_run)):
+            if found:
+                print(f"{title}: " + "; ".join(found))
+        if self.not_run:
+            return 3
+        is_timed = {"time", "first"} & set(self.args.only.split(","))
+        return 1 if self.bad or (is_timed and not all(t["is_met"] for t in report.targets(rows))) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help=f"comma-separated globs over row names; all, and for `first`: {FIRST_ROWS}")
+    parser.add_argument("--only", default="time", help=f"comma-separated phases: {', '.join(PHASES)}")
+    parser.add_argument("--variants", default="", help="comma-separated variants; all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--options", type=json.loads, default={}, help='options of the backend, as json: {"runtime": "graph"}')
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=0, help="processes side by side; half the cores for warm, 1 for tune; time has 1")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
+    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
+    parser.add_argument("--json", type=Path, default=report.RESULTS)
+    parser.add_argument("--page", type=Path, default=report.PAGE)
+    parser.add_argument("--timelines", type=Path, help="also write measured timelines, for benchmarks.branches.pictures")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[])
+    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for what, chosen, known in (("phase", args.only, PHASES), ("variant", args.variants, tuple(Variants.builders))):
+        if unknown := set(chosen.split(",")) - {*known, ""}:
+            parser.error(f"unknown {what} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if args.tiny and args.json == report.RESULTS:
+        parser.error("--tiny does not go into benchmarks/results: give --json")
+    args.json = args.json.absolute()
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The models: timm's and transformers' own where they are installed everywhere, plain modules of ours for diffusion."""

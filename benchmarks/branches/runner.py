@@ -1,0 +1,102 @@
+"""A row is a process: several side by side to fill the caches, one after another to be timed, none past the limit.
+
+A process that is ended keeps what it has written. What was not run, ended or failed is said.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fresh
+from benchmarks.branches.pictures import slug
+
+# with less than this left no process is started: it would not get past its imports and its model
+MIN_ROW_S = 20.0
+TAIL_LINES = 12
+
+
+@dataclass
+class Done:
+    row: str
+    seconds: float
+    # of the process; None where it was ended
+    rc: int | None
+    # the end of what it said
+    tail: str
+    # what it wrote, where it was asked to
+    json: Path
+
+
+@dataclass
+class _Running:
+    row: str
+    process: subprocess.Popen[bytes]
+    began: float
+    limit_s: float
+    log: Path
+    json: Path
+
+
+def run(suite: str, phase: str, rows: Sequence[str], wish: Mapping[str, Any], num_jobs: int, seconds_left: Any, row_limit_s: float,
+        min_row_s: float = MIN_ROW_S) -> Iterator[Done | str]:  # fmt: skip
+    """A Done for each row as it ends, the bare name of each that was not started. `seconds_left()` is asked before every start."""
+    waiting, running = list(rows), list[_Running]()
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_jobs:
+                    if seconds_left() < min_row_s:
+                        yield from waiting
+                        waiting.clear()
+                        break
+                    row = waiting.pop(0)
+                    running.append(_start(suite, phase, row, wish, min(row_limit_s, seconds_left()), Path(folder), threads))
+                for each in list(running):
+                    if (done := _ended(each)) is not None:
+                        running.remove(each)
+                        yield done
+                time.sleep(0.05)
+        finally:
+            for each in running:
+                _end(each.process)
+
+
+def _start(suite: str, phase: str, row: str, wish: Mapping[str, Any], limit_s: float, folder: Path, threads: dict[str, str]) -> _Running:
+    log, result = (folder / f"{phase}-{slug(row)}.{suffix}" for suffix in ("log", "json"))
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            fresh.command(suite, {**wish, "phase": phase, "row": row, "json": str(result)}), cwd=fresh.ROOT, stdout=out,
+            stderr=subprocess.STDOUT, env=fresh.environment(**threads), start_new_session=True)  # fmt: skip
+    return _Running(row, process, time.perf_counter(), limit_s, log, result)
+
+
+def _ended(each: _Running) -> Done | None:
+    seconds = time.perf_counter() - each.began
+    if each.process.poll() is None:
+        if seconds < each.limit_s:
+            return None
+        _end(each.process)
+        rc = None
+    else:
+        rc = each.process.returncode
+        _end(each.process)  # compile workers that it left
+    tail = "\n".join(each.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TAIL_LINES:])
+    return Done(each.row, round(seconds, 1), rc, tail, each.json)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and its own workers: it has a session of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

@@ -1,0 +1,51 @@
+"""The variants of a row. Inference: baselines in a CUDA Graph. Training: whatever torch.compile has to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import variants
+from benchmarks.branches import ours
+from benchmarks.branches.rows import Row
+from benchmarks.cases import Call, Case
+from benchmarks.variants import compiled, graphed
+
+EAGER, EAGER_GRAPH = "eager", "eager+graph"
+COMPILE, COMPILE_GRAPH = "torch.compile", "torch.compile+graph"
+REDUCE, MAX_AUTOTUNE = "reduce-overhead", "max-autotune"
+OURS = ours.NAME
+
+
+def _eager(case: Case, _: Mapping[str, Any]) -> Call:
+    return lambda number: case.finish(case.module(**case.args(number)))
+
+
+class Variants(variants.Variants):
+    builders = {
+        EAGER: _eager,
+        EAGER_GRAPH: graphed(is_compiled=False),
+        COMPILE: compiled(),
+        COMPILE_GRAPH: graphed(),
+        REDUCE: compiled(mode="reduce-overhead"),
+        MAX_AUTOTUNE: compiled(mode="max-autotune"),
+        OURS: ours.build,
+    }  # fmt: skip
+    on_cuda_only = frozenset({EAGER_GRAPH, COMPILE_GRAPH, REDUCE, MAX_AUTOTUNE})
+
+
+def names(row: Row, is_cuda: bool) -> tuple[str, ...]:
+    """The variants of a row, max-autotune last: it takes the longest to make."""
+    if not is_cuda:
+        return EAGER, COMPILE, OURS
+    return (EAGER, COMPILE, REDUCE, OURS, MAX_AUTOTUNE) if row.is_training else (EAGER_GRAPH, COMPILE_GRAPH, OURS, MAX_AUTOTUNE)
+
+
+# the baselines that a speedup may be against: the fastest of them is
+BASELINES = (COMPILE, COMPILE_GRAPH, REDUCE, MAX_AUTOTUNE)
+
+
+def to_warm(row: Row, is_cuda: bool) -> tuple[str, ...]:
+    """What fills the caches on disk for `names`, without max-autotune. torch.compile+graph runs torch.compile's code."""
+    wanted = [n for n in names(row, is_cuda) if n in (*BASELINES, OURS) and n != MAX_AUTOTUNE]
+    return tuple(COMPILE if n == COMPILE_GRAPH else n for n in wanted)

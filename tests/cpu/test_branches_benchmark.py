@@ -1,0 +1,260 @@
+"""benchmarks.branches without a GPU: every row's model, small; that what is bad is said to be bad; the page, the plot, the pictures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+
+from benchmarks.branches import ours, pictures, report, runner, sections, variants
+from benchmarks.branches.models.lora import LoRALinear
+from benchmarks.branches.plot import plot
+from benchmarks.branches.rows import BRANCHY, CONTROL, HRNET, LORA, NAMES, ROWS, TRAINING
+from benchmarks.store import failed, load, stamped
+from benchmarks.variants import entry
+from dynaflow.timeline import Span, Timeline
+
+ROOT = Path(__file__).parents[2]
+
+
+def _kind(row):
+    """Rows that differ in their size only are the same when they are small."""
+    family = {"mmdit": "mmdit", "hrnet": "hrnet"}.get(row.name[:5], row.name.split("b=")[0] if "b=" in row.name else row.name.split()[0])
+    return family, row.name.split()[1] if row.is_training else "", bool(row.decode_batch)
+
+
+DISTINCT = {_kind(row): row.name for row in reversed(ROWS)}.values()
+
+
+# -- the models
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name in DISTINCT], ids=lambda r: r.name)
+def test_model_is_one_graph_with_finite_outputs(row):
+    with torch.set_grad_enabled(row.is_training):
+        torch._dynamo.reset()
+        case = row.case("cpu", tiny=True)
+        fast = torch.compile(entry(case.module), backend="eager", fullgraph=True, dynamic=False)
+        case.reset()
+        got = [t.detach().clone() for t in case.outputs(case.finish(fast(**case.args(0))))]
+        want = case.run(case.sets[0])
+        assert got and all(torch.isfinite(t).all() and t.any() for t in got)
+        # not to the bit: a rounding in bf16 is allowed to a graph
+        norms = [(float((a.float() - b.float()).norm()), float(b.float().norm())) for a, b in zip(got, want, strict=True)]
+        assert all(error <= 0.05 * norm for error, norm in norms), norms
+        assert not torch.equal(case.outputs(case.finish(case.module(**case.args(1))))[0], want[0]), "inputs are fresh, and matter"
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name not in DISTINCT], ids=lambda r: r.name)
+def test_model_of_another_size_builds(row):
+    with torch.set_grad_enabled(row.is_training):
+        case = row.case("cpu", tiny=True)
+        assert all(torch.isfinite(t).all() and t.any() for t in case.run(case.sets[0]))
+
+
+def test_important_rows_come_first():
+    assert NAMES[:3] == [HRNET, "inception_v3 b=1", LORA] and NAMES.index("lora-llama 64 tokens") == 3 and len(set(NAMES)) == len(NAMES)
+    assert {row.group for row in ROWS} == {BRANCHY, CONTROL, TRAINING}
+    for row in ROWS:
+        assert variants.names(row, is_cuda=True)[-1] == variants.MAX_AUTOTUNE
+        assert set(variants.to_warm(row, is_cuda=True)) >= {variants.COMPILE, variants.OURS}
+
+
+def test_own_adapter_is_the_merged_product():
+    torch.manual_seed(0)
+    layer, x = LoRALinear(torch.nn.Linear(8, 6), rank=2, scaling=2.0), torch.randn(3, 8)
+    merged = layer.base_layer.weight + 2.0 * layer.lora_B.weight @ layer.lora_A.weight
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, merged, layer.base_layer.bias))
+
+
+# -- equality
+
+
+class _Doubling:
+    """A case whose step doubles its input into a buffer that it keeps, as a CUDA Graph does."""
+
+    def __init__(self):
+        self.sets, self.buffer = [], torch.zeros(4)
+
+    def fresh(self):
+        return {"x": torch.randn(4)}
+
+    def reset(self):
+        pass
+
+    def outputs(self, result):
+        return [result]
+
+    def changed(self):
+        return []
+
+    def reference(self, _):
+        return 2 * self.sets[0]["x"]
+
+    def into_buffer(self, _):
+        return torch.mul(self.sets[0]["x"], 2, out=self.buffer)
+
+    def all_but_one(self, _):
+        self.buffer[1:] = 2 * self.sets[0]["x"][1:]
+        return self.buffer
+
+
+def test_equality_accepts_a_buffer_that_is_written_whole():
+    case = _Doubling()
+    found = sections.compared(case, case.into_buffer, case.reference, 3)
+    assert sections.verdict(found) == "bit" and found["max_abs"] == 0 and found["reference_repeats"]
+
+
+def test_rejects_an_output_that_is_not_written():
+    case = _Doubling()
+    found = sections.compared(case, case.all_but_one, case.reference, 3)
+    assert sections.verdict(found) == "max abs inf" and found["bit_equal"] == 0
+
+
+def test_rejects_equality_of_what_runs_no_plan_with_itself():
+    same = {"inputs": 3, "bit_equal": 3, "max_abs": 0.0, "reference_repeats": True, "reference_sound": True}
+    other = {**same, "bit_equal": 0, "max_abs": 0.5}
+    assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=True) == "bit"
+    assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=False) == "max abs 5.0e-01"
+    assert sections.headline({"one stream": same}, is_planned=False) == "no plan ran"
+
+
+def test_rejects_a_reference_that_says_nothing():
+    case = _Doubling()
+    found = sections.compared(case, case.reference, lambda _: torch.full((4,), torch.nan), 1)
+    assert sections.verdict(found).startswith("says nothing")
+
+
+def test_rejects_a_reference_that_does_not_repeat():
+    case = _Doubling()
+    found = sections.compared(case, case.reference, lambda _: torch.randn(4), 2)
+    assert "does not repeat" in sections.verdict(found)
+
+
+# -- the report, on made-up rows
+
+
+def made_up(name: str, speedup: float, equal: str = "bit", **more) -> dict:
+    (row,) = [r for r in ROWS if r.name == name]
+    against = {"median_ms": 2.0, "spread_ms": 0.02, "reserved_mib": 64.0, "allocated_mib": 60.0}
+    found = {
+        "repetitions": 100, "ours": {**against, "median_ms": 2.0 / speedup}, "against": variants.COMPILE_GRAPH, "speedup": speedup,
+        "baselines": {variants.EAGER_GRAPH: {**against, "median_ms": 3.0}, variants.COMPILE_GRAPH: against},
+        "interval": [speedup - 0.01, speedup + 0.01], "bound": 2.5, "bound_of": {"ms": 0.8}, "equal": equal,
+        "differences": {variants.COMPILE: {"inputs": 3, "bit_equal": 3, "max_abs": 0.0}},
+        "plan": {"calls": 9, "planned_calls": 9, "fallbacks": {}}, **more,
+    }  # fmt: skip
+    return stamped(name, "time", report.config(row, False, {}), found, "test", "cpu")
+
+
+GOOD = {HRNET: 2.0, LORA: 1.4, "inception_v3 b=1": 1.5, "nasnetalarge b=1": 1.0, "resnet50 b=1": 0.98, "train vit-l b=8": 1.0}
+
+
+def good(**changed: float) -> list[dict]:
+    return report.merged([made_up(name, changed.get(name, value)) for name, value in GOOD.items()])
+
+
+def verdicts(rows: list[dict]) -> dict[str, bool]:
+    return {t["what"]: t["is_met"] for t in report.targets(rows)}
+
+
+def test_targets_are_met():
+    assert all(verdicts(good()).values())
+    assert report.summary(good())["geomean_speedup"] == pytest.approx((2.0 * 1.4 * 1.5 * 1.0) ** (1 / 4), abs=1e-4)
+    assert "MISSED" not in report.table(good()) and "MISSED" not in report.markdown(good())
+
+
+@pytest.mark.parametrize("name, value, what", [
+    (HRNET, 1.99, f"speedup: {HRNET}"), (LORA, 1.39, f"speedup: {LORA}"),
+    ("inception_v3 b=1", 1.3, "speedup, geometric mean over branchy rows"),
+    ("resnet50 b=1", 0.97, "speedup, least of all rows"), ("train vit-l b=8", 0.9, "speedup, least of all rows"),
+])  # fmt: skip
+def test_rejects_a_row_that_is_too_slow(name, value, what):
+    rows = good(**{name: value})
+    assert [t for t, is_met in verdicts(rows).items() if not is_met] == [what]
+    assert "MISSED" in report.table(rows) and "**MISSED**" in report.markdown(rows)
+    assert len(report.summary(rows)["missed"]) == 1
+
+
+def test_controls_and_training_do_not_count_as_branchy():
+    mean = "speedup, geometric mean over branchy rows"
+    assert verdicts(good(**{"resnet50 b=1": 9.0, "train vit-l b=8": 9.0, "inception_v3 b=1": 1.3}))[mean] is False
+
+
+def test_rejects_a_row_that_is_not_bit_equal():
+    rows = report.merged(good(), [made_up(HRNET, 2.0, equal="max abs 1.0e-02")])
+    assert [t for t, is_met in verdicts(rows).items() if not is_met] == ["rows that are not bit-equal to one stream"]
+    assert f"; {HRNET} |" in report.markdown(rows)
+
+
+def test_rejects_what_was_not_measured():
+    rows = [r for r in good() if r["row"] != LORA]
+    broken = stamped(HRNET, "time", {"group": BRANCHY}, failed("time", RuntimeError("no such kernel")), "test", "cpu")
+    rows = report.merged(rows, [broken])
+    found = {t["what"]: t for t in report.targets(rows)}
+    assert not found[f"speedup: {HRNET}"]["is_met"] and "no such kernel" in found[f"speedup: {HRNET}"]["note"]
+    assert not found[f"speedup: {LORA}"]["is_met"] and found[f"speedup: {LORA}"]["note"] == "not run"
+    page = report.markdown(rows)
+    assert f"- {HRNET}: RuntimeError: no such kernel" in page and f"- {LORA}\n" in page and "2 of 22 branchy rows" in page
+
+
+def test_page_shows_rows_bound_memory_and_pictures(tmp_path):
+    rows = good()
+    path = tmp_path / "branches.json"
+    report.save(path, rows)
+    whole = json.loads(path.read_text())
+    assert whole["suite"] == "branches" and whole["summary"]["min_speedup"] == 0.98 and len(whole["summary"]["not_run"]) == len(NAMES) - 6
+    plot(load(path), path)
+    assert path.with_suffix(".svg").exists() and path.with_suffix(".png").exists()
+    one = Timeline((Span("caller", "conv.0", 0, 10), Span("caller", "conv.1", 10, 20)))
+    many = Timeline((Span("caller", "conv.0", 0, 10), Span("lane1", "conv.1", 0, 12)))
+    pictures.add_timelines(tmp_path / "t.json", HRNET, one, many)
+    read = pictures.load_timelines(tmp_path / "t.json")[HRNET]
+    assert read == (one, many)
+    assert pictures.draw(HRNET, *read, folder=tmp_path / "img") == tmp_path / "img" / "branches-hrnet_w18-b-1.png"
+    page = report.markdown(rows, tmp_path)
+    row = "| [hrnet_w18 b=1](img/branches-hrnet_w18-b-1.png) | 3.000 (0.020) | torch.compile+graph | 2.000 (0.020) | 1.000 (0.020) "
+    assert row + "| **2.00x** (1.99 to 2.01) | 2.50x | 80% | bit (bit) | 64 / 64 |" in page
+    assert "Geometric mean 0.980x over 1 rows" in page, "controls have a mean of their own"
+
+
+# -- the command
+
+
+def _command(path: Path, *more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.branches", "--tiny", "--device", "cpu", "--json", str(path), *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_command_times_a_row_in_a_process_of_its_own(tmp_path):
+    path = tmp_path / "tiny.json"
+    done = _command(path, "--rows", "mmdit*256*", "--variants", "eager,dynaflow", "--rounds", "2")
+    assert done.returncode == 1, done.stderr  # no baseline of torch.compile, so no target is met
+    (row,) = load(path)
+    assert row["differences"]["one stream"]["bit_equal"] == 3 and row["ours"]["median_ms"] > 0
+    assert set(row["baselines"]) == {"eager"} and row["speedup"] is None
+    assert row["plan"]["captures"] == 1 and row["config"]["tiny"] and "time mmdit-1536 256+128: ok" in done.stdout
+
+
+def _steps(phase: str, rows: list[str], left_s: list[float], row_limit_s: float) -> list:
+    wish = {"tiny": True, "device": "cpu", "options": {}, "variants": ["eager"], "made_by": "test", "rounds": 1, "timelines": ""}
+    return list(runner.run("branches", phase, rows, wish, 1, lambda: left_s.pop(0) if len(left_s) > 1 else left_s[0], row_limit_s))
+
+
+def test_rows_past_the_limit_are_not_run_and_said():
+    assert _steps("time", [HRNET, LORA], [1.0], 60.0) == [HRNET, LORA]
+
+
+def test_a_row_that_takes_too_long_is_ended():
+    done, not_run = _steps("time", [HRNET, LORA], [60.0, 60.0, 1.0], 0.3)
+    assert done.rc is None and done.row == HRNET and done.seconds < 20 and load(done.json) == [] and not_run == LORA
+
+
+def test_adapter_says_what_this_version_cannot_say():
+    assert ours.bound() is None or ours.bound()["ms"] > 0
+    assert {"captures", "calls", "planned_calls", "fallbacks"} <= set(ours.choice())
