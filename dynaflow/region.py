@@ -21,6 +21,7 @@ import types
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
 
@@ -60,6 +61,9 @@ MIN_GAIN = 0.01
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
+# all regions of the process, for those who want to know what was chosen
+living: WeakSet[Region] = WeakSet()
+
 
 class Region:
     def __init__(
@@ -71,6 +75,7 @@ class Region:
         self.cases: dict[tuple[int, ...], Case] = {}
         # why no case is made; empty while there may be
         self.refusal = ""
+        living.add(self)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self.refusal or is_serialised():

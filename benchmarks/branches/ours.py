@@ -1,12 +1,11 @@
 """DynaFlow as this suite sees it: all that depends on its insides stands here.
 
-What a version does not have yet is None or empty, and the report says so.
+What is not known is None or empty, and the report says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +14,10 @@ import dynaflow as df
 from benchmarks.cases import Call, Case
 from benchmarks.store import Result
 from benchmarks.variants import entry
+from dynaflow.costs import bound_us, critical_path_us, total_work_us
+from dynaflow.explain_kernels import ExplainedKernels, explain_case
+from dynaflow.ongoing import serialised
+from dynaflow.region import living
 from dynaflow.timeline import Timeline
 
 NAME = "dynaflow"
@@ -36,8 +39,7 @@ def _backend() -> Any:
 
 
 def one_stream(call: Call) -> Call:
-    """The same compiled callable, its plans on one stream: what the plans must be bit-equal to."""
-    from dynaflow.engine import serialised
+    """The same compiled callable, its kernels in Inductor's own order: what plans must be bit-equal to."""
 
     def alone(number: int) -> Any:
         with serialised():
@@ -46,34 +48,34 @@ def one_stream(call: Call) -> Call:
     return alone
 
 
-def bound() -> Result | None:
-    """What no schedule of this process's plan can be faster than: the longer of its critical path and its total work, simulated.
+def _chosen() -> list[ExplainedKernels]:
+    """What was chosen in this process, region by region, forward first."""
+    found = [explain_case(case) for region in living for case in region.cases.values()]
+    return sorted(found, key=lambda e: e.name)
 
-    Read from df.stats(): `bound_us`, and `critical_path_us` and `total_work_us` where it has them.
-    """
-    stats = df.stats()
-    bound_us = getattr(stats, "bound_us", None)
-    if not bound_us:
+
+def bound() -> Result | None:
+    """What no schedule of this process's kernels can be faster than: the longer of their critical path and their total work, from the
+    costs that were measured; regions one after the other."""
+    measured = [(e.flow, e.choice.costs) for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+    if not measured:
         return None
-    parts = {name: value for name in ("critical_path_us", "total_work_us") if (value := getattr(stats, name, None))}
-    return {"ms": round(bound_us / 1e3, 5), **{name: round(value, 2) for name, value in parts.items()}}
+    path, work, both = (sum(f(flow, costs) for flow, costs in measured) for f in (critical_path_us, total_work_us, bound_us))
+    return {"ms": round(both / 1e3, 5), "critical_path_us": round(path, 2), "total_work_us": round(work, 2)}
 
 
 def choice() -> Result:
-    """Which plan was chosen in this process, and why: df.stats()'s `chosen` and `why` where it has them, and calls that fell back."""
+    """Which plan was chosen in this process for each region, and why; and what fell back."""
     stats = df.stats()
-    found = {name: str(value) for name in ("chosen", "why") if (value := getattr(stats, name, None))}
     fallbacks = {str(reason).splitlines()[0][:200]: count for reason, count in stats.fallbacks.items()}
-    return {**found, "captures": stats.captures, "calls": stats.calls, "planned_calls": stats.planned_calls,
-            "launches": stats.num_launches, "fallbacks": fallbacks}  # fmt: skip
+    return {"chosen": {e.name: str(e.choice or e.refusal) for e in _chosen()}, "captures": stats.captures, "calls": stats.calls,
+            "planned_calls": stats.planned_calls, "launches": stats.num_launches, "fallbacks": fallbacks}  # fmt: skip
 
 
 def timelines(case: Case, call: Call) -> tuple[Timeline, Timeline] | None:
-    """One step on one stream and one as planned, measured; None where no plan runs."""
-    found = []
-    for title, step in (("one stream", one_stream(call)), ("dynaflow", call)):
-        with suppress(LookupError), df.profile() as measured:
-            case.reset()
-            step(0)
-            found.append(Timeline(measured.timeline.spans, title, measured.timeline.lanes))
-    return (found[0], found[1]) if len(found) == 2 else None
+    """The largest region in Inductor's order and as planned, simulated from the costs that were measured; None where there are none."""
+    measured = [e for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+    if not measured:
+        return None
+    one, many = max(measured, key=lambda e: len(e.flow.ops) if e.flow is not None else 0).timelines()
+    return Timeline(one.spans, "one stream (simulated)", one.lanes), Timeline(many.spans, "dynaflow (simulated)", many.lanes)
