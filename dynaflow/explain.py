@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Mapping, Sequence
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
@@ -246,7 +245,7 @@ def explain(
     strategy are raised. The model's Python code runs once, on the given inputs; tensors that it changes (inputs, parameters, buffers)
     and the random state are put back.
 
-    Where ops are the kernels that Inductor makes (partition="kernels", and "auto" on CUDA) it says per region what was chosen and why,
+    Where ops are the kernels that Inductor makes (partition="kernels") it says per region what was chosen and why,
     with the times that were measured; the model is called twice for that.
 
     `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `runtime` and `buckets` are df.compile's:
@@ -254,10 +253,5 @@ def explain(
     """
     options = {"strategy": strategy, "partition": partition, "batch": batch, "compiler": compiler, "runtime": runtime, "buckets": buckets}
     given = read_inputs(inputs)
-    owner = getattr(model, "__self__", model)
-    parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
-    tensors = [x for x in (*pytree.tree_leaves(given), *parameters) if isinstance(x, torch.Tensor)]
-    device = next((x.device for x in tensors if x.device.type == "cuda"), torch.device("cpu"))
-    has_kernels = read_settings(**options).wants_kernels(device)
-    graphs = inspected(model, given, InspectedRegions if has_kernels else InspectedGraph, **options)
+    graphs = inspected(model, given, InspectedRegions if read_settings(**options).has_kernels else InspectedGraph, **options)
     return Explanation(tuple(e for g in graphs for e in g.explained))

@@ -82,13 +82,13 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        is_asked = self.compiler == "inductor" or self.partition == "kernels"
+        is_asked = self.compiler == "inductor" or self.has_kernels
         return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
-    def wants_kernels(self, device: torch.device) -> bool:
+    @property
+    def has_kernels(self) -> bool:
         """Whether the ops to be planned are the kernels that Inductor makes of the graph."""
-        is_auto = self.partition == "auto" and self.runtime == "auto" and isinstance(self.strategy, strategies.Auto)
-        return self.partition == "kernels" or (is_auto and device.type == "cuda" and self.wants_inductor(device))
+        return self.partition == "kernels"
 
     def count(self, **amounts: int) -> None:
         with _counting:
@@ -155,7 +155,7 @@ def read_settings(**options: Any) -> Settings:
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:
         raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
-    if settings.partition == "kernels" and settings.compiler == "eager":
+    if settings.has_kernels and settings.compiler == "eager":
         raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
     if isinstance(settings.max_memory, bool) or not isinstance(settings.max_memory, (int, float)) or settings.max_memory < 1:
         raise OptionError(f"max_memory={settings.max_memory!r} is no factor.", fix="give a number from 1 up, such as 1.25")

@@ -12,7 +12,7 @@ import os
 import threading
 from contextvars import Context, copy_context
 from queue import SimpleQueue
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 
@@ -25,6 +25,16 @@ LEAVE_S = 10.0
 _lanes: dict[int, tuple[SimpleQueue[Any], threading.Thread]] = {}
 _posting = threading.Lock()
 _here = threading.local()
+
+
+class _Work(NamedTuple):
+    """A call's share of one lane. `done` is set when the lane keeps nothing of it."""
+
+    done: threading.Event
+    follow: Callable[[int], None]
+    s: int
+    ambient: Ambient
+    context: Context
 
 
 def issue(bound: Bound, run: Run) -> None:
@@ -52,7 +62,6 @@ def issue(bound: Bound, run: Run) -> None:
                     events[what].wait()
         finally:
             _here.is_launching = False
-            finished[s].set()
 
     def end() -> None:
         """No lane may hold on to this call: launches are skipped from here on, and nobody waits."""
@@ -60,7 +69,7 @@ def issue(bound: Bound, run: Run) -> None:
         for event in events.values():
             event.set()
         for s in range(num_posted + 1, len(work)):  # the first of these may have been posted: following twice does no harm
-            _lane(s).put((follow, s, ambient, copy_context()))
+            _lane(s).put(_Work(finished[s], follow, s, ambient, copy_context()))
         for done in finished[1:]:
             done.wait()
 
@@ -69,7 +78,7 @@ def issue(bound: Bound, run: Run) -> None:
     try:
         with _posting:
             for s in range(1, len(work)):
-                _lane(s).put((follow, s, ambient, copy_context()))
+                _lane(s).put(_Work(finished[s], follow, s, ambient, copy_context()))
                 num_posted = s
         follow(0)
         for done in finished[1:]:
@@ -100,14 +109,19 @@ def _lane(s: int) -> SimpleQueue[Any]:
 
 def _serve(queue: SimpleQueue[Any]) -> None:
     while (work := queue.get()) is not None:
-        _follow(*work)  # in a frame of its own
-        del work  # an idle lane must not keep a call's tensors alive
+        done = work.done
+        try:
+            _follow(work)  # in a frame of its own
+        finally:
+            del work  # whoever waits may rely on it that the lane keeps nothing of the call
+            done.set()
+        del done
 
 
 @atexit.register
 def _leave() -> None:
     """End the lanes while Python is whole: a thread that is inside of torch when Python goes away takes the process down with it
-    ("terminate called without an active exception"), and a lane is there for a moment after its call's caller has gone on."""
+    ("terminate called without an active exception")."""
     with _posting:
         lanes = list(_lanes.values())
         _lanes.clear()
@@ -117,12 +131,13 @@ def _leave() -> None:
         thread.join(LEAVE_S)
 
 
-def _follow(follow: Callable[[int], None], s: int, ambient: Ambient, context: Context) -> None:
+def _follow(work: _Work) -> None:
+    ambient = work.ambient
     if torch.get_num_threads() != ambient.num_threads:
         # Kernels choose their blocking by the number of threads: bit-equality needs the caller's number here too.
         torch.set_num_threads(ambient.num_threads)
     with ambient.enter():
-        context.run(follow, s)
+        work.context.run(work.follow, work.s)
 
 
 def _forget_lanes() -> None:

@@ -2,8 +2,10 @@ from dynaflow.strategies.sequential import Sequential
 
 
 class Auto(Sequential):
-    """caller | A  B  D  G ...      the graph as it is, and where its ops are kernels that Inductor made (on CUDA, or
-    aux0   |    C  E    ...      partition="kernels"): the fastest plan that is found, if it is faster than Inductor
+    """The graph as it is. Where its ops are the kernels that Inductor makes (partition="kernels"):
 
-    It never splits a batch. What it does with kernels is measured, not said here: `dynaflow/region.py`.
+    caller | A  B  D  G ...      the fastest plan that a search finds and the device confirms,
+    aux0   |    C  E    ...      if it is faster than Inductor's own order
+
+    It never splits a batch. What it does with kernels is measured, not written here: `dynaflow/region.py`.
     """
