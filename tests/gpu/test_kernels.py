@@ -1,0 +1,230 @@
+"""Inductor's kernels under plans of several streams, in one recording: the same bits, the caller's memory left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if not torch.cuda.is_available():
+    pytest.skip("needs CUDA", allow_module_level=True)
+
+import dynaflow as df
+from dynaflow import region
+from dynaflow.measure import CudaClock
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Branchy(nn.Module):
+    """Four branches of convolutions, joined by a concatenation and by products."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, width, k, padding=k // 2, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+                          nn.Conv2d(width, width, k, padding=k // 2), nn.BatchNorm2d(width)) for k in (1, 3, 5, 3))  # fmt: skip
+        self.out = nn.Linear(4 * width, 16)
+
+    def forward(self, x):
+        y = torch.cat([F.relu(b(x)) for b in self.branches], 1)
+        return self.out(y.mean((2, 3))), y
+
+
+class Adapted(nn.Module):
+    """Products with adapters beside them, and attention."""
+
+    def __init__(self, width=256, rank=8):
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (self.base[i](x) + self.up[i](self.down[i](x)) for i in range(3))
+        heads = [t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (q, k, v)]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        return (x + self.base[3](attended) + self.up[3](self.down[3](attended)),)
+
+
+def branchy(dtype=torch.bfloat16):
+    return Branchy().to(DEVICE, dtype).to(memory_format=torch.channels_last)
+
+
+def image(rows=2, dtype=torch.bfloat16):
+    return torch.randn(rows, 8, 24, 24, device=DEVICE, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+def adapted():
+    return Adapted().to(DEVICE, torch.bfloat16)
+
+
+def tokens(rows=2):
+    return torch.randn(rows, 16, 256, device=DEVICE, dtype=torch.bfloat16)
+
+
+def compiled(model, strategy=None, **options):
+    return df.compile(model, partition="kernels", strategy=strategy or df.Branches(4), strict=True, **options)
+
+
+@pytest.fixture(params=["branchy", "adapted"])
+def case(request):
+    return (branchy().eval(), image) if request.param == "branchy" else (adapted().eval(), tokens)
+
+
+@pytest.mark.parametrize("num_streams", [2, 4, 8])
+def test_recorded_plans_are_bit_equal_to_inductors_order(case, num_streams):
+    model, make = case
+    fast = compiled(model, df.Branches(num_streams))
+    held = []
+    for number in range(40):
+        x = make()
+        got, wanted = fast(x), df.run_serialised(fast, x)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted)), number
+        held.append((got, [w.clone() for w in wanted]))
+        held = held[-5:]
+        assert all(torch.equal(a, b) for pair in held for a, b in zip(*pair)), "outputs that are held stay as they are"
+    assert df.stats(fast).planned_calls >= 38 and not df.stats(fast).fallbacks
+
+
+def test_kernels_run_side_by_side():
+    """In the profiler's trace of a replay."""
+    model = branchy().eval()
+    fast = compiled(model)
+    x = image()
+    for _ in range(5):
+        fast(x)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        fast(x)
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in trace.events() if e.device_type.name == "CUDA" and e.time_range.end)
+    assert sum(b_start < a_end for (_, a_end), (b_start, _) in zip(spans, spans[1:])) >= 2, spans
+
+
+def test_two_sizes_and_new_inputs(case):
+    model, make = case
+    fast = compiled(model)
+    for rows in (2, 3, 2, 3, 2, 3, 2, 3):
+        x = make(rows)
+        assert all(torch.equal(a, b) for a, b in zip(fast(x), df.run_serialised(fast, x)))
+
+
+@torch.enable_grad()
+def train(model, call, x):
+    model.zero_grad()
+    loss = sum(out.float().square().mean() for out in call(x))
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()] + [loss.detach()]
+
+
+@pytest.mark.parametrize("make_model, make", [(lambda: branchy(torch.float32), lambda: image(4, torch.float32)), (adapted, tokens)])
+def test_training(make_model, make):
+    model, twin = make_model(), make_model()
+    twin.load_state_dict(model.state_dict())
+    fast, plain = compiled(model), compiled(twin)
+    is_repeatable = torch.equal(*[train(twin, lambda x: df.run_serialised(plain, x), x)[0] for x in [make()] for _ in range(2)])
+    twin.load_state_dict(model.state_dict())
+    for number in range(8):
+        x = make()
+        got, wanted = train(model, fast, x), train(twin, lambda x: df.run_serialised(plain, x), x)
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        if is_repeatable:
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted)), number
+    assert df.stats(fast).plans == 2
+
+
+def test_two_forwards_before_their_backwards():
+    model = adapted()
+    fast = compiled(model)
+    inputs = [tokens() for _ in range(3)]
+    wanted = [train(model, lambda x: df.run_serialised(fast, x), x) for x in inputs]
+    for _ in range(6):
+        with torch.enable_grad():
+            losses = [sum(out.float().square().mean() for out in fast(x)) for x in inputs]
+        for loss, expected in zip(losses, wanted):
+            model.zero_grad()
+            loss.backward()
+            torch.testing.assert_close([p.grad for p in model.parameters()], expected[:-1], rtol=2e-2, atol=2e-2)
+
+
+def test_inside_the_callers_own_capture(case):
+    model, make = case
+    fast = compiled(model)
+    x = make()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            fast(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fast(x)
+    for _ in range(3):
+        x.copy_(make())
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, df.run_serialised(fast, x)))
+
+
+def test_dropout_and_buffers():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float32))
+
+        def forward(self, x):
+            self.seen += 1
+            return (F.dropout(self.a(x), 0.5) + self.b(x),)
+
+    model = Noisy().to(DEVICE)
+    fast = compiled(model)
+    x = torch.randn(8, 64, device=DEVICE)
+    for number in range(1, 7):
+        torch.manual_seed(number)
+        (got,) = fast(x)
+        torch.manual_seed(number)
+        (wanted,) = df.run_serialised(fast, x)
+        assert torch.equal(got, wanted) and model.seen.item() == 2 * number
+
+
+def test_auto_chooses_and_says_why(case):
+    model, make = case
+    fast = compiled(model, "auto")
+    for _ in range(6):
+        x = make()
+        assert all(torch.equal(a, b) for a, b in zip(fast(x), df.run_serialised(fast, x)))
+    (chosen,) = [c.choice for r in region.living for c in r.cases.values() if c.choice is not None]
+    assert {"Inductor", "one stream", "bound"} <= set(chosen.times_us) and all(c.us > 0 for c in chosen.costs.values())
+    text = str(df.explain(model, make(), partition="kernels"))
+    print(text)
+    assert "chosen" in text and "critical path" in text
+
+
+def test_costs_tell_small_kernels_from_large_ones():
+    small, large = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for n in (128, 8192))
+    clock = CudaClock(DEVICE)
+    a, b = clock.cost(lambda: torch.mm(small, small)), clock.cost(lambda: torch.mm(large, large))
+    print(a, b)
+    assert a.us < 20 < b.us and a.share < 0.75 < b.share
+
+
+def test_memory_is_given_back():
+    model = branchy().eval()
+    fast = compiled(model)
+    for _ in range(5):
+        fast(image())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        fast(image())
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
