@@ -46,10 +46,10 @@ class Observed:
     def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
         """What `call` returns, and what was seen."""
         seen: dict[str, Geometry] = {}
-        # who lies in a storage; storages are kept, so that no two of them have had the same address
+        # who lies in a storage; storages are kept, arguments' too, so that no two of them have had the same address
         places: dict[int, list[Place]] = {}
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        kept: list[Any] = []
+        kept = [a.untyped_storage() for a in args if isinstance(a, torch.Tensor)]
+        given = {storage.data_ptr() for storage in kept}
 
         def see(name: str, value: Any) -> None:
             if type(value) is not torch.Tensor:
