@@ -43,15 +43,20 @@ def test_what_is_no_tensor_is_not_reported():
     assert set(observed(lambda x: (None, 3, torch.nn.Parameter(torch.ones(2))))[1]) == set()
 
 
-def test_memory_of_an_argument_that_is_gone_is_no_argument():
-    """The wrapper drops its arguments as it goes: what is allocated next may lie where one of them was."""
+def test_memory_of_an_argument_does_not_come_back():
+    """The wrapper drops its arguments as it goes. What is allocated next must not lie where one of them was: it would be taken for it."""
     text = TEXT.replace("    buf0 = make.op(arg0_1)\n", "    del arg0_1\n    buf0 = make.op(None)\n")
+    args = [torch.zeros(4, 4)]
+    argument = args[0].untyped_storage()._weak_ref()
+    is_gone = []
 
     class make:
         @staticmethod
         def op(_):
-            return tuple(torch.ones(512, 512) for _ in range(3))
+            is_gone.append(torch.UntypedStorage._expired(argument))
+            return tuple(torch.ones(4, 4) for _ in range(3))
 
-    for _ in range(20):
-        _, seen = Observed(text, {"make": make})([torch.zeros(512, 512)])
-        assert set(seen) == {"buf1", "buf2", "buf3"}
+    _, seen = Observed(text, {"make": make})(args)
+    assert is_gone == [False] and set(seen) == {"buf1", "buf2", "buf3"}
+    assert torch.UntypedStorage._expired(argument), "and no longer than that"
+    torch.UntypedStorage._free_weak_ref(argument)
