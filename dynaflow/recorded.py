@@ -93,6 +93,7 @@ class PlanBody:
         whys = ((number, (why(op) for op, _ in launch.calls)) for number, launch in enumerate(bound.plan.launches))
         self.reasons = {number: reason for number, reasons in whys if (reason := next(filter(None, reasons), ""))}
         self.eager = frozenset(self.reasons)
+        self._num_learned = 0
 
     def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
         bound = self._plan()
@@ -117,13 +118,15 @@ class PlanBody:
         if isinstance(error, torch.OutOfMemoryError) or "previous error during capture" in str(error):
             return False  # another thread made the recording void, or there was no room for it: no launch is to blame
         number = generated.code_of(bound, self.eager).failed_launch(error)
-        if number is None or number in self.eager or len(self.eager) - len(self.reasons) >= MAX_LEARNED:
+        if number is None or number in self.eager or self._num_learned >= MAX_LEARNED:
             return False
-        launches = bound.plan.launches
+        launches, why = bound.plan.launches, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ops = [op for op, _ in launches[number].calls]
-        self.eager |= {n for n, launch in enumerate(launches) if [op for op, _ in launch.calls] == ops}  # its other parts, too
-        log.warning("'%s' cannot be recorded in a CUDA Graph, and is launched between recordings: %s: %s",
-                    bound.calls[number].label, type(error).__name__, str(error).partition("\n")[0])  # fmt: skip
+        learned = [n for n, launch in enumerate(launches) if [op for op, _ in launch.calls] == ops]  # its other parts, too
+        self.reasons.update(dict.fromkeys(learned, why))
+        self.eager = frozenset(self.reasons)
+        self._num_learned += 1
+        log.warning("'%s' cannot be recorded in a CUDA Graph, and is launched between recordings: %s", bound.calls[number].label, why)
         return True
 
 

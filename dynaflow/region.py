@@ -264,11 +264,15 @@ class Way:
         assert case.kernels is not None
         self._region, self._kernels, self._bound, self._device = case.region, case.kernels, bound, device
         settings = case.region.settings
-        self._runtime, _, self._order = settings.runtime.partition(":")
+        self._runtime, _, self._seed = settings.runtime.partition(":")
         is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
         self._recordings = graphs.Recordings(case.region.name, device, settings.pool, settings.borrow) if is_recorded else None
         self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "")
-        self._names = [name for name, _ in bound.outputs]
+        names = self._names = [name for name, _ in bound.outputs]
+        returns = self._kernels.returns
+        # where the plan's outputs, each as a whole, are all that is returned: their numbers
+        is_plain = all(len(r) == 2 and r[1] is None and r[0] in names for r in returns)
+        self._order = [names.index(r[0]) for r in returns] if is_plain else None
         inputs = [i for i, _ in self._kernels.inputs if i not in self._kernels.changed]
         static = set(case.region.static)
         # inputs that may move, and those that do
@@ -284,7 +288,10 @@ class Way:
                 if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                     return self._region.plain(args)
                 outputs = self._issue(self._aligned(args))
-        results = self._kernels.hand_out(args, dict(zip(self._names, outputs)))
+        if self._order is not None:
+            results: Sequence[Any] = [outputs[i] for i in self._order]
+        else:
+            results = self._kernels.hand_out(args, dict(zip(self._names, outputs)))
         args.clear()
         return results
 
@@ -328,7 +335,7 @@ class Way:
         tensors = bound.tensors(values, poison=is_fake)
         run = Run(bound, tensors, {})
         if is_fake:
-            fake.issue(bound, run, int(self._order) if self._order.isdigit() else self._order or "issue")
+            fake.issue(bound, run, int(self._seed) if self._seed.isdigit() else self._seed or "issue")
         else:
             threads.issue(bound, run)
         return list(bound.results(tensors).values())

@@ -28,6 +28,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from dynaflow.inductor.compile import Boxed, Compiled, compile_graph
 from dynaflow.inductor.redirect import peak_bytes
@@ -155,7 +156,7 @@ def _ambient() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(), cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(), cudnn.enabled, cudnn.deterministic, cudnn.benchmark,
-        torch.backends.mkldnn.is_available(),
+        torch.backends.mkldnn.is_available(), inductor_config.get_hash(),
     )  # fmt: skip
 
 

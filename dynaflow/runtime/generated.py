@@ -40,6 +40,8 @@ from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, C
 _OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "relaid", "scratch", "empty_strided", "view",
               "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs")  # fmt: skip
 
+# functions that are kept by their source, the oldest dropped first
+MAX_SOURCES = 1024
 _sources: dict[str, Callable[..., Any]] = {}
 
 
@@ -77,6 +79,8 @@ def generate(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
         }  # fmt: skip
         exec(compile(source, path, "exec"), scope)  # noqa: S102 (generated from our own records)
         make = _sources[source] = scope["make"]
+        while len(_sources) > MAX_SOURCES:
+            _sources.pop(next(iter(_sources)))
     return Code(make(bound.calls, bound.placed, bound.given, bound.allocated, bound.memory.arena_bytes), source, path, writer.launch_at)
 
 
