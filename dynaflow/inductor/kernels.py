@@ -89,6 +89,18 @@ class _Value:
     def nbytes(self) -> int:
         return self.place.extent * self.geometry.dtype.itemsize
 
+    def parts(self, place: Place) -> list[str]:
+        """What is touched there: pieces, or the value where it has none."""
+        if not self.pieces:
+            return [self.name]
+        if place in self.pieces:
+            return [self.pieces[place]]
+        return [piece for other, piece in self.pieces.items() if place == self.place or not are_disjoint(place, other)]
+
+    def named(self, parts: list[str]) -> list[str]:
+        """All pieces together are the value."""
+        return [self.name] if self.pieces and len(parts) == len(self.pieces) else parts
+
 
 class _Name(NamedTuple):
     """A name of the wrapper's: all of a value, or a place in what another name means."""
@@ -339,14 +351,20 @@ class _Reader:
             reads: dict[str, None] = {}
             mutates: dict[str, None] = {}
             writes: dict[str, None] = {value.name: None for value, _ in kernel.made}
+            written = set(writes)
             for value, place, mode in kernel.touched:
-                part = value.pieces.get(place, value.name)
-                covers = {part, value.name} if part != value.name else {value.name, *value.pieces.values()}
-                if mode != WRITE and covers & made:
-                    reads[part] = None
+                parts = value.parts(place)
+                there = [part for part in parts if part in made]
+                new = [part for part in parts if part not in made]
+                if mode == READ and not there and not written.intersection(parts):
+                    raise NotUnderstood(f"{kernel.target} reads {value.name}, which nothing has written")
+                if mode != WRITE:
+                    reads.update(dict.fromkeys(value.named(there)))
                 if mode != READ:
-                    (mutates if covers & made else writes)[part] = None
-            made |= writes.keys()
+                    mutates.update(dict.fromkeys(value.named(there)))
+                    writes.update(dict.fromkeys(value.named(new)))
+                    written.update(new)
+            made |= written
             label = f"{re.sub(r'^(extern_kernels|torch[.]ops[.]aten|torch[.]ops|aten)[.]', '', kernel.target)}.{number}"
             kind = "network" if "c10d" in kernel.target else "compute"
             ops.append(Op(label, kind, tuple(reads), tuple(writes), tuple(mutates), kernel.uses, WHOLE_BATCH))

@@ -219,3 +219,26 @@ def test_a_kernel_without_a_definition_may_do_anything():
     """, X, definitions=ADD)  # fmt: skip
     assert touched(made) == [("triton_poi_fused_relu_0.0", ("arg0_1",), ("buf0",), ("arg0_1",))]
     assert POINTWISE["in_ptr0"]  # the twin: test_reads_and_writes
+
+
+def test_a_kernel_that_reads_what_it_writes_itself():
+    """C++ kernels of several loops get a buffer twice: as their result, and as what the next loop reads."""
+    twice = triton("triton_red_fused_sum_2", {"in_ptr0": "*fp32", "in_ptr1": "*fp32", "out_ptr0": "*fp32", "out_ptr1": "*fp32"})
+    body = """
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        buf1 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_red_fused_sum_2.run(arg0_1, {source}, buf0, buf1, stream=stream0)
+        return (buf1, )
+    """
+    made = read(body.format(source="buf0"), X, definitions=twice)
+    assert touched(made) == [("triton_red_fused_sum_2.0", ("arg0_1",), ("buf0", "buf1"), ())]
+    never = "buf2 = empty_strided_cuda((4, 8), (8, 1), torch.float32)\n" + body.format(source="buf2").replace("        ", "").lstrip()
+    with pytest.raises(NotUnderstood, match="reads buf2, which nothing has written"):
+        read(never, X, definitions=twice)
+
+
+def test_what_is_read_of_a_value_of_which_only_pieces_are_made():
+    body = CAT.replace("    triton_poi_fused_relu_0.run(arg0_1, buf1, 32, stream=stream0)\n", "", 1)
+    late = body.replace("    return (buf3, )", "    triton_poi_fused_relu_0.run(arg0_1, buf1, 32, stream=stream0)\n    return (buf3, )")
+    made = read(late.format(offset=8).replace("run(buf1, buf3", "run(buf0, buf3"), X)
+    assert [op.reads for op in made.flow.ops] == [("arg0_1",), ("buf2.0",), ("buf2.0",), ("arg0_1",)]
