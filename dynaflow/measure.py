@@ -13,6 +13,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
+from dynaflow.runtime.graphs import CudaRecorder, Pool
 from dynaflow.runtime.program import Bound
 
 # launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
@@ -50,21 +51,36 @@ class CudaClock:
     half of the device or less; where they take twice as long, all of it."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._pool = device, Pool()
         self._side = torch.cuda.Stream(device)
 
     def cost(self, launch: Callable[[], Any]) -> Cost:
         launch()  # libraries make their workspaces, on both streams
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
-            self._side.wait_stream(torch.cuda.default_stream(self._device))
             launch()
         torch.cuda.synchronize(self._device)
         one, two = self._us(launch, 1), self._us(launch, 2)
         return Cost(one, min(max(two / one / 2, 0.0), 1.0) if one > 0 else 1.0)
 
     def _us(self, launch: Callable[[], Any], num_rows: int) -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        replay = self._recorded(launch, num_rows)
+        replay()
+        times = []
+        for _ in range(NUM_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return min(times) / NUM_IN_A_ROW
+
+    def _recorded(self, launch: Callable[[], Any], num_rows: int) -> Callable[[], Any]:
+        self._pool.enter(self._device)
+        recorder = CudaRecorder(self._pool, self._device)
+        try:
+            recorder.begin()
             main = torch.cuda.current_stream(self._device)
             if num_rows == 2:
                 self._side.wait_stream(main)
@@ -75,16 +91,10 @@ class CudaClock:
                 launch()
             if num_rows == 2:
                 main.wait_stream(self._side)
-        graph.replay()
-        times = []
-        for _ in range(NUM_REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return min(times) / NUM_IN_A_ROW
+            return recorder.end()
+        except BaseException:
+            recorder.abort()
+            raise
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)

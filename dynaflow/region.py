@@ -148,6 +148,11 @@ class Case:
                     self._choose(args)
             except NotUnderstood as reason:
                 self.region.refuse(str(reason))
+            except Exception as error:
+                if self._seen is None or self.region.settings.strict:
+                    raise  # the call itself failed
+                log.exception("dynaflow: no plan could be chosen for %s", self.region.name)
+                self.region.refuse(f"{type(error).__name__}: {error}")
         return self._run(args)
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
