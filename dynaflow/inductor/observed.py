@@ -6,6 +6,7 @@ import ast
 from typing import Any, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynaflow.inductor.places import Place, are_disjoint
 from dynaflow.inductor.source import find_call, read
@@ -46,18 +47,17 @@ class Observed:
     def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
         """What `call` returns, and what was seen."""
         seen: dict[str, Geometry] = {}
-        # who lies in a storage; storages are kept, so that no two of them have had the same address
-        places: dict[int, list[Place]] = {}
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        kept: list[Any] = []
+        # Who lies in a storage. Told by the storage, not by its address: `call` lets go of arguments and results as it goes, and what
+        # comes later may well lie where they did. What has no bytes has no address at all.
+        places: dict[StorageWeakRef, list[Place]] = {}
+        given = {StorageWeakRef(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
 
         def see(name: str, value: Any) -> None:
             if type(value) is not torch.Tensor:
                 return
-            storage = value.untyped_storage()
-            kept.append(storage)
-            mine, others = Place(int(value.storage_offset()), tuple(value.shape), value.stride()), places.setdefault(storage.data_ptr(), [])
-            if storage.data_ptr() not in given and all(are_disjoint(mine, other) for other in others):
+            storage = StorageWeakRef(value.untyped_storage())
+            mine, others = Place(int(value.storage_offset()), tuple(value.shape), value.stride()), places.setdefault(storage, [])
+            if storage not in given and all(are_disjoint(mine, other) for other in others):
                 seen[name] = Geometry(mine.shape, mine.stride, value.dtype, value.device)
             others.append(mine)
 

@@ -41,3 +41,25 @@ def test_results_in_memory_of_others_are_not_reported():
 
 def test_what_is_no_tensor_is_not_reported():
     assert set(observed(lambda x: (None, 3, torch.nn.Parameter(torch.ones(2))))[1]) == set()
+
+
+def test_memory_that_is_let_go_during_the_call_counts_for_nobody():
+    """`call` drops its arguments as it goes: what comes later may lie where they did. Nothing of no bytes has an address."""
+    text = """
+def call(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    del arg0_1
+    buf0 = make.op(arg1_1)
+    buf1 = buf0
+    return (buf1, )
+"""
+
+    class make:
+        @staticmethod
+        def op(x):
+            return torch.ones(1024) if x.numel() else torch.ones(0, 3)
+
+    for other in (torch.zeros(4), torch.zeros(0, 3)):
+        _, seen = Observed(text, {"make": make})([torch.zeros(1024), other])
+        assert set(seen) == {"buf0"}
