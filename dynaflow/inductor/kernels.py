@@ -26,7 +26,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow.inductor.places import Place, are_disjoint
-from dynaflow.inductor.signature import READ, WRITE, Effects, Signatures
+from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures, view_base
 from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
 from dynaflow.ir import Flow, Op, Value
 from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
@@ -257,6 +257,8 @@ class _Reader:
             return (self._number(s.target),)
         name = s.uses[0]
         if name not in self._names:
+            if name not in self._numbers:
+                raise NotUnderstood(f"{name} is returned, and not known to be memory of its own")
             return (self._numbers[name],)
         value, place = self._resolve(name, READ)
         if s.shape is not None:
@@ -275,11 +277,12 @@ class _Reader:
         else:
             effects = self._signatures.op(call, s.target, is_tensor)
         kernel = _Kernel(s, s.target, effects.uses)
-        # what is written first: it may decide that a name is a new value
+        # What is written first: it may decide that a name is a new value. What is read by another argument is not written without looking.
+        read = {view_base(node) for node, mode in effects.tensors if mode != WRITE}
         for node, mode in sorted(effects.tensors, key=lambda t: t[1] != WRITE):
-            self._touch(kernel, node, mode)
+            self._touch(kernel, node, BOTH if view_base(node) in read and mode == WRITE else mode)
         for name in s.uses:
-            if name in self._names and name not in kernel.names:
+            if name not in kernel.names and name not in self._numbers and name not in self._setup:
                 raise NotUnderstood(f"{s.target} uses {name} in a way that is not known")
         if s.kind == "own":
             if not self._signatures.makes_memory(s.target):
@@ -351,6 +354,10 @@ class _Reader:
             kind = "network" if "c10d" in kernel.target else "compute"
             ops.append(Op(label, kind, tuple(reads), tuple(writes), tuple(mutates), kernel.uses, WHOLE_BATCH))
         outputs = tuple(dict.fromkeys(r[0] for r in returns if len(r) == 2))
+        used = {value.name: value for kernel in self._kernels for value, _ in kernel.names.values()}
+        for v in (*used.values(), *(v for v in self._values if v.name in outputs)):
+            if not made & {v.name, *v.pieces.values()}:
+                raise NotUnderstood(f"{v.name} is used, and no kernel writes it")
         return Flow(name, tuple(values), tuple(ops), outputs)
 
     # -- 4. units

@@ -219,3 +219,27 @@ def test_a_kernel_without_a_definition_may_do_anything():
     """, X, definitions=ADD)  # fmt: skip
     assert touched(made) == [("triton_poi_fused_relu_0.0", ("arg0_1",), ("buf0",), ("arg0_1",))]
     assert POINTWISE["in_ptr0"]  # the twin: test_reads_and_writes
+
+
+def test_memory_that_the_first_kernel_reads_by_another_argument_is_one_value():
+    made = read(REUSED.format(source="buf2"), X)
+    assert touched(made)[2] == ("triton_poi_fused_relu_0.2", ("buf0",), (), ("buf0",))
+
+
+@pytest.mark.parametrize("use", ["return (buf0, )", "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )"])
+def test_rejects_results_that_were_not_seen(use):
+    with pytest.raises(NotUnderstood, match="buf0"):
+        read(f"""
+        buf0 = torch.ops.aten.cumsum.default(arg0_1, 0)
+        {use}
+        """, X)  # fmt: skip
+
+
+@pytest.mark.parametrize("use", ["return (buf0, )", "triton_poi_fused_relu_0.run(buf0, arg0_1, 0, stream=stream0)\n        return (arg0_1, )"])
+def test_rejects_memory_that_nobody_writes(use):
+    """Of no bytes, or of `torch.empty`."""
+    with pytest.raises(NotUnderstood, match="no kernel writes it"):
+        read(f"""
+        buf0 = empty_strided_cuda((0, 8), (8, 1), torch.float32)
+        {use}
+        """, X)  # fmt: skip
