@@ -56,7 +56,7 @@ class CudaClock:
     def cost(self, launch: Callable[[], Any]) -> Cost:
         launch()  # libraries make their workspaces, on both streams
         with torch.cuda.stream(self._side):
-            self._side.wait_stream(torch.cuda.default_stream(self._device))
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
             launch()
         torch.cuda.synchronize(self._device)
         one, two = self._us(launch, 1), self._us(launch, 2)
