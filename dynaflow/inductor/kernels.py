@@ -355,7 +355,7 @@ class _Reader:
             ops.append(Op(label, kind, tuple(reads), tuple(writes), tuple(mutates), kernel.uses, WHOLE_BATCH))
         outputs = tuple(dict.fromkeys(r[0] for r in returns if len(r) == 2))
         used = {value.name: value for kernel in self._kernels for value, _ in kernel.names.values()}
-        for v in (*used.values(), *(v for v in self._values if v.name in outputs)):
+        for v in used.values():
             if not made & {v.name, *v.pieces.values()}:
                 raise NotUnderstood(f"{v.name} is used, and no kernel writes it")
         return Flow(name, tuple(values), tuple(ops), outputs)
