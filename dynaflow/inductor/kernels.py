@@ -324,8 +324,18 @@ class _Reader:
         for value in self._values:
             places = list(written.get(id(value), ()))
             if len(places) > 1 and value.role in ("temp", "output"):
-                if all(are_disjoint(a, b) for i, a in enumerate(places) for b in places[:i]):
+                if all(are_disjoint(a, b) for i, a in enumerate(places) for b in places[:i]) and not self._is_changed_early(value, places):
                     value.pieces = {place: f"{value.name}.{i}" for i, place in enumerate(places)}
+
+    def _is_changed_early(self, value: _Value, places: Sequence[Place]) -> bool:
+        """Whether a kernel changes all of it while some of its slices are there, and others are not."""
+        missing = set(places)
+        for kernel in self._kernels:
+            for touched, place, mode in kernel.touched:
+                if touched is value and mode != READ and place not in places:
+                    return 0 < len(missing) < len(places)
+            missing -= {place for touched, place, mode in kernel.touched if touched is value and mode != READ}
+        return False
 
     def _flow(self, name: str, returns: Sequence[Any]) -> Flow:
         values = []
@@ -346,7 +356,10 @@ class _Reader:
                 part = value.pieces.get(place, value.name)
                 covers = {part, value.name} if part != value.name else {value.name, *value.pieces.values()}
                 if mode != WRITE and covers & made:
-                    reads[part] = None
+                    # of a value whose last slices this kernel writes itself (a C++ kernel may), it needs those that are there
+                    there = [p for p in value.pieces.values() if p in made]
+                    is_partial = part == value.name not in made and len(there) < len(value.pieces)
+                    reads.update(dict.fromkeys(there if is_partial else (part,)))
                 if mode != READ:
                     (mutates if covers & made else writes)[part] = None
             made |= writes.keys()

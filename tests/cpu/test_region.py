@@ -192,6 +192,32 @@ def test_inputs_that_are_expanded():
                 assert torch.equal(got, wanted)
 
 
+def test_concatenations_that_a_kernel_ends_and_reads():
+    def ends(x, y):
+        return torch.cat([x @ y, x], 1).sin(), torch.cat([x, y @ x, x + 1], 0).relu_() @ y
+
+    for runtime in ("fake:lazy", "fake:3", "graph"):
+        torch._dynamo.reset()
+        fast = compiled(ends, runtime)
+        with torch.no_grad():
+            for _ in range(4):
+                x, y = torch.randn(6, 6), torch.randn(6, 6)
+                got = fast(x, y)
+                assert all(torch.equal(a, b) for a, b in zip(got, df.run_serialised(fast, x, y)))
+                torch.testing.assert_close(got, ends(x, y))
+
+
+@pytest.mark.parametrize("runtime", ["fake:2", "threads", "serial", "graph"])
+def test_results_are_no_views(runtime):
+    """Inductor's are not: what is changed in place under autograd must not be refused, nor show in another result."""
+    fast = compiled(lambda x: ((x @ x).t(), (x @ x).view(-1)[3:9], x @ x), runtime)
+    x, factor = torch.randn(6, 6), torch.randn(6, 6, requires_grad=True)
+    for _ in range(4):
+        results = fast(x)
+        assert not any(result._is_view() for result in results)
+        assert results[0].mul_(factor).requires_grad and not results[1].requires_grad
+
+
 def test_tensors_of_no_bytes():
     def empty(x, y):
         values, indices = torch.sort(x, 0)

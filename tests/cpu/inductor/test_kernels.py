@@ -245,3 +245,30 @@ def test_rejects_memory_that_nobody_writes():
     with pytest.raises(NotUnderstood, match="buf0 is used, and no kernel writes it"):
         read(body.format(use="triton_poi_fused_relu_0.run(buf0, arg0_1, 0, stream=stream0)"), X)
     assert read(body.format(use=""), X).returns == (("arg0_1", None), ("buf0", None))
+
+
+HALVES = """
+    buf2 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    buf0 = reinterpret_tensor(buf2, (4, 8), (16, 1), 0)
+    triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+    buf1 = reinterpret_tensor(buf2, (4, 8), (16, 1), 8)
+    {kernel}
+    return (buf3, buf2, )
+"""
+
+
+def test_a_kernel_that_writes_the_last_slice_and_reads_all():
+    """As C++ kernels do, loop after loop."""
+    both = triton("both", {"in_ptr0": "*fp32", "in_ptr1": "*fp32", "out_ptr0": "*fp32", "out_ptr1": "*fp32", "xnumel": "i32"})
+    body = HALVES.format(kernel="""buf3 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    both.run(arg0_1, buf2, buf1, buf3, 32, stream=stream0)""")
+    made = read(body, X, definitions=RELU + both)
+    assert touched(made)[1] == ("both.1", ("arg0_1", "buf2.0"), ("buf2.1", "buf3"), ())
+    assert edges(made) == {("triton_poi_fused_relu_0.0", "both.1")}
+
+
+def test_a_kernel_that_writes_the_last_slice_and_changes_all():
+    both = triton("both", {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "in_out_ptr0": "*fp32", "xnumel": "i32"}, ("in_out_ptr0",))
+    body = HALVES.format(kernel="buf3 = buf2\n    both.run(arg0_1, buf1, buf3, 32, stream=stream0)")
+    made = read(body, X, definitions=RELU + both)
+    assert touched(made)[1] == ("both.1", ("arg0_1", "buf2"), (), ("buf2",)) and not made.flow.pieces
