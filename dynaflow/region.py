@@ -294,6 +294,8 @@ class Way:
         # inputs that may move, and those that do
         self._checked = inputs if case.region.is_backward else [i for i in inputs if i not in static]
         self._moving = {i for i in self._checked if i not in static}
+        # inputs whose addresses tell recordings apart where they are lent: a backward may well change a saved tensor in place
+        self._keyed = [*self._checked, *self._kernels.changed]
         self._keys: dict[tuple[int, ...], _Key] = {}
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -309,7 +311,7 @@ class Way:
 
     def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
         assert self._recordings is not None
-        addresses = tuple([args[i].data_ptr() for i in self._checked if graphs.is_lent(args[i])])
+        addresses = tuple([args[i].data_ptr() for i in self._keyed if graphs.is_lent(args[i])])
         key = self._keys.get(addresses)
         if key is None:
             if len(self._keys) >= MAX_ADDRESSES:

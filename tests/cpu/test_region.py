@@ -118,6 +118,25 @@ def test_outputs_that_are_held_stay_as_they_are():
             assert torch.equal(out, wanted[0]) and torch.equal(y, wanted[1])
 
 
+def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
+    """As a saved tensor whose memory the backward reuses: it comes at the addresses of the forward's few recordings, in turns."""
+    caches = [torch.zeros(6, 6), torch.zeros(6, 6)]
+    monkeypatch.setattr(region.graphs, "is_lent", lambda t: any(t.data_ptr() == c.data_ptr() for c in caches))
+
+    def change(x, cache):
+        cache.add_(x @ x)
+        return cache @ x, x + 1
+
+    fast = compiled(change, "graph")
+    with torch.no_grad():
+        for number in range(24):
+            x, cache = torch.randn(6, 6), caches[number % 2]
+            mine = cache.clone()
+            torch.testing.assert_close(fast(x, cache), change(x, mine))
+            torch.testing.assert_close(cache, mine)
+    assert not any("new addresses" in r.message for r in caplog.records)
+
+
 def test_eval_and_train_in_turns():
     model, twin = Branchy(), Branchy()
     twin.load_state_dict(model.state_dict())
