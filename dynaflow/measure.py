@@ -13,6 +13,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
+from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
 from dynaflow.runtime.program import Bound
 
 # launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
@@ -52,6 +53,8 @@ class CudaClock:
     def __init__(self, device: torch.device):
         self._device = device
         self._side = torch.cuda.Stream(device)
+        self._pool = Pool()
+        self._pool.handle = torch.cuda.graph_pool_handle()
 
     def cost(self, launch: Callable[[], Any]) -> Cost:
         launch()  # libraries make their workspaces, on both streams
@@ -63,28 +66,37 @@ class CudaClock:
         return Cost(one, min(max(two / one / 2, 0.0), 1.0) if one > 0 else 1.0)
 
     def _us(self, launch: Callable[[], Any], num_rows: int) -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            main = torch.cuda.current_stream(self._device)
-            if num_rows == 2:
-                self._side.wait_stream(main)
-                with torch.cuda.stream(self._side):
-                    for _ in range(NUM_IN_A_ROW):
-                        launch()
-            for _ in range(NUM_IN_A_ROW):
-                launch()
-            if num_rows == 2:
-                main.wait_stream(self._side)
-        graph.replay()
+        replay = self._recorded(launch, num_rows)
+        replay()
         times = []
         for _ in range(NUM_REPLAYS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            graph.replay()
+            replay()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3)
         return min(times) / NUM_IN_A_ROW
+
+    def _recorded(self, launch: Callable[[], Any], num_rows: int) -> Callable[[], Any]:
+        recorder = CudaRecorder(self._pool, self._device)
+        with one_at_a_time:
+            try:
+                recorder.begin()
+                main = torch.cuda.current_stream(self._device)
+                if num_rows == 2:
+                    self._side.wait_stream(main)
+                    with torch.cuda.stream(self._side):
+                        for _ in range(NUM_IN_A_ROW):
+                            launch()
+                for _ in range(NUM_IN_A_ROW):
+                    launch()
+                if num_rows == 2:
+                    main.wait_stream(self._side)
+                return recorder.end()
+            except BaseException:
+                recorder.abort()
+                raise
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)
