@@ -190,6 +190,8 @@ class _Reader:
             self._bind_value(s.makes, Geometry(shape, stride, dtype, self._device(s.device)), "temp")
         elif s.kind == "alias":
             base = s.uses[0]
+            if base not in self._names:
+                raise NotUnderstood(f"{base} is not known to be memory of its own")
             is_reuse = bool(rest) and rest[0].kind == "free" and rest[0].uses == (base,)
             view = None if s.shape is None else self._sizes(s.shape)
             self._names[s.makes] = _Name(None, base, view, self._sizes(s.stride), self._number(s.offset), is_reuse)

@@ -226,7 +226,9 @@ def test_memory_that_the_first_kernel_reads_by_another_argument_is_one_value():
     assert touched(made)[2] == ("triton_poi_fused_relu_0.2", ("buf0",), (), ("buf0",))
 
 
-@pytest.mark.parametrize("use", ["return (buf0, )", "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )"])
+@pytest.mark.parametrize("use", [
+    "return (buf0, )", "buf1 = buf0\n        return (buf1, )", "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )",
+])  # fmt: skip
 def test_rejects_results_that_were_not_seen(use):
     with pytest.raises(NotUnderstood, match="buf0"):
         read(f"""
