@@ -290,7 +290,18 @@ class _Reader:
             if not self._signatures.makes_memory(s.target):
                 raise NotUnderstood(f"{s.target} may return memory that is not its own")
             kernel.made = list(self._made(s, rest))
+        if "wait_tensor" in s.target:
+            kernel.touched += self._in_flight([value for value, _, _ in kernel.touched])
         self._kernels.append(kernel)
+
+    def _in_flight(self, awaited: Sequence[_Value]) -> list[tuple[_Value, Place, str]]:
+        """What collectives read whose results are awaited: until then, that is nobody else's memory."""
+        found = []
+        for kernel in self._kernels:
+            mine = {id(value) for value, _ in kernel.made} | {id(value) for value, _, _ in kernel.touched}
+            if "c10d" in kernel.target and any(id(value) in mine for value in awaited):
+                found += [(value, place, READ) for value, place, _ in kernel.touched if value not in awaited]
+        return found
 
     def _touch(self, kernel: _Kernel, node: ast.expr, mode: str) -> None:
         if isinstance(node, ast.Name):

@@ -227,7 +227,9 @@ def test_memory_that_the_first_kernel_reads_by_another_argument_is_one_value():
 
 
 @pytest.mark.parametrize("use", [
-    "return (buf0, )", "buf1 = buf0\n        return (buf1, )", "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )",
+    "return (buf0, )",
+    "buf1 = buf0\n        return (buf1, )",
+    "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )",
 ])  # fmt: skip
 def test_rejects_results_that_were_not_seen(use):
     with pytest.raises(NotUnderstood, match="buf0"):
@@ -274,3 +276,17 @@ def test_a_kernel_that_writes_the_last_slice_and_changes_all():
     body = HALVES.format(kernel="buf3 = buf2\n    both.run(arg0_1, buf1, buf3, 32, stream=stream0)")
     made = read(body, X, definitions=RELU + both)
     assert touched(made)[1] == ("both.1", ("arg0_1", "buf2"), (), ("buf2",)) and not made.flow.pieces
+
+
+def test_what_a_collective_reads_lives_until_it_is_awaited():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 2, '0')
+        buf2 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf2, 32, stream=stream0)
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        del buf0
+        return (buf1, buf2, )
+    """, X, seen={"buf1": Geometry((8, 8), (8, 1), torch.float32, torch.device("cuda"))})  # fmt: skip
+    assert "buf0" in touched(made)[3][1], "its memory is not free before"
