@@ -445,6 +445,14 @@ def test_explain_writes_to_nothing_that_is_not_changed(times):
     loss.backward()
 
 
+def test_profile_is_of_the_kernels():
+    fast = compiled(Towers(), "threads")
+    call_thrice(fast)
+    with torch.no_grad(), df.profile() as profile:
+        fast(torch.randn(4, 8))
+    assert any("addmm" in span.label for span in profile.timelines[0].spans) and not df.stats(fast).fallbacks
+
+
 # -- what is not planned
 
 
