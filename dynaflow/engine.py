@@ -219,7 +219,7 @@ class CapturedGraph:
                 self._note(_NEEDS_GRAD)
             return self._whole(*args)
         if self.is_whole:
-            if not is_profiling():
+            if self.has_kernels or not is_profiling():
                 return self._whole(*args)
             self._ensure_analysed()
         result = self._planned(args)

@@ -91,9 +91,16 @@ class InspectedRegions(CapturedGraph):
             for _ in range(2):
                 result = super().__call__(*args)
                 for tensor, old in zip(tensors, before):
-                    tensor.copy_(old)
+                    _put_back(tensor, old)
         return result
 
     @property
     def explained(self) -> list[ExplainedKernels]:
         return [explain_case(case) for region in self.regions for case in region.cases.values()]
+
+
+def _put_back(tensor: torch.Tensor, old: torch.Tensor) -> None:
+    """Where nothing was changed nothing is written: it may be expanded, or saved for a backward, which would take it for changed."""
+    if not torch.equal(tensor, old):
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+            tensor.copy_(old)

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
-from dynaflow.runtime.graphs import CudaRecorder, Pool
+from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
 from dynaflow.runtime.program import Bound
 
 # launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
@@ -51,8 +51,10 @@ class CudaClock:
     half of the device or less; where they take twice as long, all of it."""
 
     def __init__(self, device: torch.device):
-        self._device, self._pool = device, Pool()
+        self._device = device
         self._side = torch.cuda.Stream(device)
+        self._pool = Pool()
+        self._pool.handle = torch.cuda.graph_pool_handle()
 
     def cost(self, launch: Callable[[], Any]) -> Cost:
         launch()  # libraries make their workspaces, on both streams
@@ -77,24 +79,24 @@ class CudaClock:
         return min(times) / NUM_IN_A_ROW
 
     def _recorded(self, launch: Callable[[], Any], num_rows: int) -> Callable[[], Any]:
-        self._pool.enter(self._device)
         recorder = CudaRecorder(self._pool, self._device)
-        try:
-            recorder.begin()
-            main = torch.cuda.current_stream(self._device)
-            if num_rows == 2:
-                self._side.wait_stream(main)
-                with torch.cuda.stream(self._side):
-                    for _ in range(NUM_IN_A_ROW):
-                        launch()
-            for _ in range(NUM_IN_A_ROW):
-                launch()
-            if num_rows == 2:
-                main.wait_stream(self._side)
-            return recorder.end()
-        except BaseException:
-            recorder.abort()
-            raise
+        with one_at_a_time:
+            try:
+                recorder.begin()
+                main = torch.cuda.current_stream(self._device)
+                if num_rows == 2:
+                    self._side.wait_stream(main)
+                    with torch.cuda.stream(self._side):
+                        for _ in range(NUM_IN_A_ROW):
+                            launch()
+                for _ in range(NUM_IN_A_ROW):
+                    launch()
+                if num_rows == 2:
+                    main.wait_stream(self._side)
+                return recorder.end()
+            except BaseException:
+                recorder.abort()
+                raise
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)

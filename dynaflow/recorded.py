@@ -170,7 +170,7 @@ class Padding:
         found: dict[int, tuple[int, int] | None] = {}
         for i, name in graph._names:
             value = flow.value[name]
-            if value.role != "input" or i in graph._changed or not _is_dense(args[i]):
+            if value.role != "input" or i in graph._changed or not is_dense(args[i]):
                 continue
             found[i] = None if value.axis is None else (value.axis, evaluate(value.shape[value.axis], numbers))
         return found
@@ -216,5 +216,5 @@ def _is_inside(value: Value, stride: Sequence[str], flow: Flow) -> bool:
     return any(step > steps[value.axis] for size, step in zip(value.shape, steps) if size != "1")
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     return all(step > 0 for size, step in zip(tensor.shape, tensor.stride()) if size > 1)

@@ -24,6 +24,7 @@ from typing import Any, Callable, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
+from torch._prims_common import clone_preserve_strides
 
 from dynaflow import disk, errors
 from dynaflow.context import Context, current_tags
@@ -32,13 +33,13 @@ from dynaflow.inductor.kernels import Kernels, kernels
 from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
 from dynaflow.inductor.units import ALIGNMENT
-from dynaflow.ir import Plan
+from dynaflow.ir import CALLER, Plan
 from dynaflow.measure import clock_for, compare, measure_costs
 from dynaflow.memory import place
 from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
-from dynaflow.recorded import PlanBody, streams_for, touches_host, why_unrecordable
+from dynaflow.recorded import PlanBody, is_dense, streams_for, touches_host, why_unrecordable
 from dynaflow.runtime import fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run
@@ -78,13 +79,16 @@ class Region:
         living.add(self)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if self.refusal or is_serialised():
+        if is_serialised():
+            return self.plain(args)
+        if self.refusal:
+            self.note(self.refusal)
             return self.plain(args)
         numbers = tuple([a for a in args if type(a) is int])
         case = self.cases.get(numbers)
         if case is None:
             if len(self.cases) >= MAX_CASES:
-                self.refuse(f"more than {MAX_CASES} different sizes")
+                self.note(f"more than {MAX_CASES} different sizes")
                 return self.plain(args)
             case = self.cases[numbers] = Case(self)
         return case(args)
@@ -96,6 +100,10 @@ class Region:
 
     def refuse(self, reason: str) -> None:
         self.refusal = reason
+        self.note(reason)
+
+    def note(self, reason: str) -> None:
+        """Say it once, count it; raise it when strict."""
         if self.settings.strict:
             raise errors.FellBack(f"{self.name} would run as Inductor has it: {reason}.", fix="strict=False lets it")
         if self.settings.count_fallback(reason):
@@ -140,19 +148,23 @@ class Case:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self._way is not None:
             return self._run(args)
+        if not _are_aligned(args):
+            return self.region.plain(args)
         with self.region.settings.lock:
             try:
                 if self._seen is None:
                     return self._observe(args)
                 if self._way is None and not _is_capturing(args):
-                    self._choose(args)
+                    with _on(_device(args)):
+                        self._choose(args)
             except NotUnderstood as reason:
                 self.region.refuse(str(reason))
             except Exception as error:
-                if self._seen is None or self.region.settings.strict:
-                    raise  # the call itself failed
+                # nothing of this call has run yet, and choosing changes nothing of it
+                if self.region.settings.strict or self._seen is None:
+                    raise
                 log.exception("dynaflow: no plan could be chosen for %s", self.region.name)
-                self.region.refuse(f"{type(error).__name__}: {error}")
+                self.region.refuse(f"no plan could be chosen: {type(error).__name__}: {error}")
         return self._run(args)
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
@@ -181,6 +193,10 @@ class Case:
             if touches_host(made.flow, op, made.program.layouts, device):
                 raise NotUnderstood(f"{op.name} touches memory of the host, or of another device")
         if isinstance(settings.strategy, Auto):
+            for op in made.flow.ops:
+                if op.kind == "network" or (op.uses == (CALLER,) and _has_other_ranks()):
+                    # every rank measures for as long as it likes, or not at all: others would wait for it
+                    raise NotUnderstood(f"{op.name} may talk to other ranks, and is not measured on one alone")
             self.choice = self._remembered(args) or self._compared(args)
         else:
             self.choice = Choice(str(self._asked(args)), {}, {})
@@ -208,7 +224,8 @@ class Case:
         """The fastest of Inductor's own callable, the kernels in program order, and the best plans that are found."""
         made, device = self.kernels, _device(args)
         assert made is not None
-        given = [a.clone() if i in made.changed else a for i, a in enumerate(args)]
+        # with their strides, which kernels take for granted: `clone` closes gaps
+        given = [clone_preserve_strides(a) if i in made.changed else a for i, a in enumerate(args)]
         clock = clock_for(device)
         with torch.no_grad(), _same_random_numbers(device):
             serial = self._bind(finish_plan(made.flow, sequential_plan(made.flow, ""), None, made.allocated))
@@ -283,16 +300,17 @@ class Way:
         # inputs that may move, and those that do
         self._checked = inputs if case.region.is_backward else [i for i in inputs if i not in static]
         self._moving = {i for i in self._checked if i not in static}
+        # inputs whose addresses tell recordings apart where they are lent: a backward may well change a saved tensor in place
+        self._keyed = [*self._checked, *self._kernels.changed]
         self._keys: dict[tuple[int, ...], _Key] = {}
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        is_elsewhere = self._device.type == "cuda" and self._device.index not in (None, torch.cuda.current_device())
-        with torch.no_grad(), torch.cuda.device(self._device) if is_elsewhere else nullcontext():
+        with torch.no_grad(), _on(self._device):
             outputs = self._recorded(args) if self._recordings is not None else None
             if outputs is None:
-                if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                if self._device.type == "cuda" and not (torch.cuda.is_current_stream_capturing() and _are_aligned(args)):
                     return self._region.plain(args)
-                outputs = self._issue(self._aligned(args))
+                outputs = self._issue(args)
         if self._order is not None:
             results: Sequence[Any] = [outputs[i] for i in self._order]
         else:
@@ -302,7 +320,7 @@ class Way:
 
     def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
         assert self._recordings is not None
-        addresses = tuple([args[i].data_ptr() for i in self._checked if graphs.is_lent(args[i])])
+        addresses = tuple([args[i].data_ptr() for i in self._keyed if graphs.is_lent(args[i])])
         key = self._keys.get(addresses)
         if key is None:
             if len(self._keys) >= MAX_ADDRESSES:
@@ -317,19 +335,12 @@ class Way:
         return outputs
 
     def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
-        """Inputs that are copied."""
-        return {i: None for i in self._checked if i in self._moving and not graphs.is_lent(args[i])}
+        """Inputs that are copied. What is expanded cannot be: its slot would be written several times in one place."""
+        return {i: None for i in self._checked if i in self._moving and not graphs.is_lent(args[i]) and is_dense(args[i])}
 
     def _is_aligned(self, args: Sequence[Any]) -> bool:
         copied = self._slots(args)
         return not any(args[i].data_ptr() % ALIGNMENT for i, _ in self._kernels.inputs if i not in copied)
-
-    def _aligned(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Compiled code assumes that what it reads is aligned."""
-        if self._device.type != "cuda":
-            return args
-        odd = {i for i, _ in self._kernels.inputs if args[i].data_ptr() % ALIGNMENT}
-        return args if not odd else [a.clone() if i in odd else a for i, a in enumerate(args)]
 
     def _issue(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         bound = self._bound
@@ -357,6 +368,21 @@ class _Key:
 def _device(args: Sequence[Any]) -> torch.device:
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def _has_other_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _on(device: torch.device) -> Any:
+    """Kernels are launched on the current device."""
+    is_elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
+
+
+def _are_aligned(args: Sequence[Any]) -> bool:
+    """Kernels take for granted that what they read is aligned; around Inductor's own callable it is seen to."""
+    return not any(isinstance(a, torch.Tensor) and a.device.type == "cuda" and a.data_ptr() % ALIGNMENT for a in args)
 
 
 def _is_capturing(args: Sequence[Any]) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 import torch
 
 from dynaflow.inductor.places import Place, are_disjoint
-from dynaflow.inductor.signature import READ, WRITE, Effects, Signatures
+from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures, view_base
 from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
 from dynaflow.ir import Flow, Op, Value
 from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
@@ -202,6 +202,8 @@ class _Reader:
             self._bind_value(s.makes, Geometry(shape, stride, dtype, self._device(s.device)), "temp")
         elif s.kind == "alias":
             base = s.uses[0]
+            if base not in self._names:
+                raise NotUnderstood(f"{base} is not known to be memory of its own")
             is_reuse = bool(rest) and rest[0].kind == "free" and rest[0].uses == (base,)
             view = None if s.shape is None else self._sizes(s.shape)
             self._names[s.makes] = _Name(None, base, view, self._sizes(s.stride), self._number(s.offset), is_reuse)
@@ -269,6 +271,8 @@ class _Reader:
             return (self._number(s.target),)
         name = s.uses[0]
         if name not in self._names:
+            if name not in self._numbers:
+                raise NotUnderstood(f"{name} is returned, and not known to be memory of its own")
             return (self._numbers[name],)
         value, place = self._resolve(name, READ)
         if s.shape is not None:
@@ -287,17 +291,29 @@ class _Reader:
         else:
             effects = self._signatures.op(call, s.target, is_tensor)
         kernel = _Kernel(s, s.target, effects.uses)
-        # what is written first: it may decide that a name is a new value
+        # What is written first: it may decide that a name is a new value. What is read by another argument is not written without looking.
+        read = {view_base(node) for node, mode in effects.tensors if mode != WRITE}
         for node, mode in sorted(effects.tensors, key=lambda t: t[1] != WRITE):
-            self._touch(kernel, node, mode)
+            self._touch(kernel, node, BOTH if view_base(node) in read and mode == WRITE else mode)
         for name in s.uses:
-            if name in self._names and name not in kernel.names:
+            if name not in kernel.names and name not in self._numbers and name not in self._setup:
                 raise NotUnderstood(f"{s.target} uses {name} in a way that is not known")
         if s.kind == "own":
             if not self._signatures.makes_memory(s.target):
                 raise NotUnderstood(f"{s.target} may return memory that is not its own")
             kernel.made = list(self._made(s, rest))
+        if "wait_tensor" in s.target:
+            kernel.touched += self._in_flight([value for value, _, _ in kernel.touched])
         self._kernels.append(kernel)
+
+    def _in_flight(self, awaited: Sequence[_Value]) -> list[tuple[_Value, Place, str]]:
+        """What collectives read whose results are awaited: until then, that is nobody else's memory."""
+        found = []
+        for kernel in self._kernels:
+            mine = {id(value) for value, _ in kernel.made} | {id(value) for value, _, _ in kernel.touched}
+            if "c10d" in kernel.target and any(id(value) in mine for value in awaited):
+                found += [(value, place, READ) for value, place, _ in kernel.touched if value not in awaited]
+        return found
 
     def _touch(self, kernel: _Kernel, node: ast.expr, mode: str) -> None:
         if isinstance(node, ast.Name):
@@ -333,8 +349,18 @@ class _Reader:
         for value in self._values:
             places = list(written.get(id(value), ()))
             if len(places) > 1 and value.role in ("temp", "output"):
-                if all(are_disjoint(a, b) for i, a in enumerate(places) for b in places[:i]):
+                if all(are_disjoint(a, b) for i, a in enumerate(places) for b in places[:i]) and not self._is_changed_early(value, places):
                     value.pieces = {place: f"{value.name}.{i}" for i, place in enumerate(places)}
+
+    def _is_changed_early(self, value: _Value, places: Sequence[Place]) -> bool:
+        """Whether a kernel changes all of it while some of its slices are there, and others are not."""
+        missing = set(places)
+        for kernel in self._kernels:
+            for touched, place, mode in kernel.touched:
+                if touched is value and mode != READ and place not in places:
+                    return 0 < len(missing) < len(places)
+            missing -= {place for touched, place, mode in kernel.touched if touched is value and mode != READ}
+        return False
 
     def _flow(self, name: str, returns: Sequence[Any]) -> Flow:
         values = []

@@ -6,6 +6,7 @@ import ast
 from typing import Any, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynaflow.inductor.places import Place, are_disjoint
 from dynaflow.inductor.source import find_call, read
@@ -46,53 +47,19 @@ class Observed:
     def __call__(self, args: list[Any], runner: Any = None) -> tuple[Sequence[Any], dict[str, Geometry]]:
         """What `call` returns, and what was seen."""
         seen: dict[str, Geometry] = {}
-        memory = _Memory(args)
+        # Who lies in a storage. Told by the storage, not by its address: `call` lets go of arguments and results as it goes, and what
+        # comes later may well lie where they did. What has no bytes has no address at all.
+        places: dict[StorageWeakRef, list[Place]] = {}
+        given = {StorageWeakRef(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
 
         def see(name: str, value: Any) -> None:
-            if type(value) is torch.Tensor and memory.takes(value):
-                seen[name] = Geometry(tuple(value.shape), value.stride(), value.dtype, value.device)
+            if type(value) is not torch.Tensor:
+                return
+            storage = StorageWeakRef(value.untyped_storage())
+            mine, others = Place(int(value.storage_offset()), tuple(value.shape), value.stride()), places.setdefault(storage, [])
+            if storage not in given and all(are_disjoint(mine, other) for other in others):
+                seen[name] = Geometry(mine.shape, mine.stride, value.dtype, value.device)
+            others.append(mine)
 
         call = self._make(see)
-        try:
-            return (call(runner, args) if self._is_method else call(args)), seen
-        finally:
-            memory.forget()
-
-
-class _Memory:
-    """Who lies in which storage. Nothing is kept alive: a storage that is gone has left its address to others."""
-
-    def __init__(self, args: Sequence[Any]):
-        # address -> weak reference to the storage, and the places in it that are taken; None: an argument's, all of it
-        self._taken: dict[int, tuple[int, list[Place] | None]] = {}
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                self._enter(arg.untyped_storage(), None)
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where no other does. From now on it lies there."""
-        if not tensor.numel():
-            return True
-        storage: Any = tensor.untyped_storage()
-        mine = Place(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-        places = self._enter(storage, [])
-        if places is None:
-            return False
-        is_alone = all(are_disjoint(mine, other) for other in places)
-        places.append(mine)
-        return is_alone
-
-    def _enter(self, storage: Any, places: list[Place] | None) -> list[Place] | None:
-        address = storage.data_ptr()
-        reference, found = self._taken.get(address, (None, places))
-        if reference is not None and torch.UntypedStorage._expired(reference):
-            torch.UntypedStorage._free_weak_ref(reference)
-            reference, found = None, places
-        if reference is None:
-            self._taken[address] = storage._weak_ref(), found
-        return found
-
-    def forget(self) -> None:
-        for reference, _ in self._taken.values():
-            torch.UntypedStorage._free_weak_ref(reference)
-        self._taken.clear()
+        return (call(runner, args) if self._is_method else call(args)), seen

@@ -272,7 +272,7 @@ _same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 # One recording at a time in the whole process: beginning one waits for the device, which makes any other void.
-_recording = threading.RLock()
+one_at_a_time = threading.RLock()
 
 
 class Slots:
@@ -418,7 +418,7 @@ class Recordings:
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
-                with _recording:
+                with one_at_a_time:
                     return Recording(body, given, recorder)
             except Exception as error:
                 for tensor, before in saved:

@@ -242,3 +242,74 @@ def test_what_is_read_of_a_value_of_which_only_pieces_are_made():
     late = body.replace("    return (buf3, )", "    triton_poi_fused_relu_0.run(arg0_1, buf1, 32, stream=stream0)\n    return (buf3, )")
     made = read(late.format(offset=8).replace("run(buf1, buf3", "run(buf0, buf3"), X)
     assert [op.reads for op in made.flow.ops] == [("arg0_1",), ("buf2.0",), ("buf2.0",), ("arg0_1",)]
+
+
+def test_memory_that_the_first_kernel_reads_by_another_argument_is_one_value():
+    made = read(REUSED.format(source="buf2"), X)
+    assert touched(made)[2] == ("triton_poi_fused_relu_0.2", ("buf0",), (), ("buf0",))
+
+
+@pytest.mark.parametrize("use", [
+    "return (buf0, )",
+    "buf1 = buf0\n        return (buf1, )",
+    "triton_poi_fused_add_1.run(buf0, 32, stream=stream0)\n        return (arg0_1, )",
+])  # fmt: skip
+def test_rejects_results_that_were_not_seen(use):
+    with pytest.raises(NotUnderstood, match="buf0"):
+        read(f"""
+        buf0 = torch.ops.aten.cumsum.default(arg0_1, 0)
+        {use}
+        """, X)  # fmt: skip
+
+
+def test_rejects_memory_that_nobody_writes():
+    """Of no bytes, or of `torch.empty`. (It may be returned.)"""
+    body = """
+        buf0 = empty_strided_cuda((0, 8), (8, 1), torch.float32)
+        {use}
+        return (arg0_1, buf0, )
+    """
+    with pytest.raises(NotUnderstood, match="reads buf0, which nothing has written"):
+        read(body.format(use="triton_poi_fused_relu_0.run(buf0, arg0_1, 0, stream=stream0)"), X)
+    assert read(body.format(use=""), X).returns == (("arg0_1", None), ("buf0", None))
+
+
+HALVES = """
+    buf2 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    buf0 = reinterpret_tensor(buf2, (4, 8), (16, 1), 0)
+    triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+    buf1 = reinterpret_tensor(buf2, (4, 8), (16, 1), 8)
+    {kernel}
+    return (buf3, buf2, )
+"""
+
+
+def test_a_kernel_that_writes_the_last_slice_and_reads_all():
+    """As C++ kernels do, loop after loop."""
+    both = triton("both", {"in_ptr0": "*fp32", "in_ptr1": "*fp32", "out_ptr0": "*fp32", "out_ptr1": "*fp32", "xnumel": "i32"})
+    body = HALVES.format(kernel="""buf3 = empty_strided_cuda((4, 16), (16, 1), torch.float32)
+    both.run(arg0_1, buf2, buf1, buf3, 32, stream=stream0)""")
+    made = read(body, X, definitions=RELU + both)
+    assert touched(made)[1] == ("both.1", ("arg0_1", "buf2.0"), ("buf2.1", "buf3"), ())
+    assert edges(made) == {("triton_poi_fused_relu_0.0", "both.1")}
+
+
+def test_a_kernel_that_writes_the_last_slice_and_changes_all():
+    both = triton("both", {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "in_out_ptr0": "*fp32", "xnumel": "i32"}, ("in_out_ptr0",))
+    body = HALVES.format(kernel="buf3 = buf2\n    both.run(arg0_1, buf1, buf3, 32, stream=stream0)")
+    made = read(body, X, definitions=RELU + both)
+    assert touched(made)[1] == ("both.1", ("arg0_1", "buf2"), (), ("buf2",)) and not made.flow.pieces
+
+
+def test_what_a_collective_reads_lives_until_it_is_awaited():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, 32, stream=stream0)
+        buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 2, '0')
+        buf2 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf2, 32, stream=stream0)
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        del buf0
+        return (buf1, buf2, )
+    """, X, seen={"buf1": Geometry((8, 8), (8, 1), torch.float32, torch.device("cuda"))})  # fmt: skip
+    assert "buf0" in touched(made)[3][1], "its memory is not free before"
