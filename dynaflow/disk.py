@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,13 +15,17 @@ def directory(kind: str) -> Path:
 
 def save(path: Path, text: str) -> None:
     """All of it or nothing; a disk that refuses costs nothing but that."""
+    name = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            name = file.name
             file.write(text)
-        os.replace(file.name, path)
+        os.replace(name, path)
     except OSError:
-        return
+        if name:
+            with suppress(OSError):
+                os.unlink(name)
 
 
 def load(path: Path) -> str | None:

@@ -168,8 +168,6 @@ class Case:
         return self._run(args)
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
-        if self.bound is not None:
-            self.region.settings.count_planned(self.bound.num_launches, 0)
         return (self._way or self.region.plain)(args)
 
     # -- 1. the first call
@@ -241,7 +239,7 @@ class Case:
                     bound = self._bind(plan)
                     if bound.peak_bytes <= limit:
                         bounds[name] = bound
-            ways: list[Boxed] = [self.region.plain, *(Way(self, bound, device) for bound in bounds.values())]
+            ways: list[Boxed] = [self.region.plain, *(Way(self, bound, device, is_trial=True) for bound in bounds.values())]
             times = compare([lambda way=way: way(list(given)) for way in ways], clock)  # type: ignore[misc]
         names = ["Inductor", *bounds]
         best = min(range(len(names)), key=lambda i: times[i] * (1 - MIN_GAIN * (i == 0)))
@@ -282,8 +280,9 @@ class Way:
     seen to move are copied from then on, as all other inputs are. While nothing is recorded, Inductor's own callable runs.
     """
 
-    def __init__(self, case: Case, bound: Bound, device: torch.device):
+    def __init__(self, case: Case, bound: Bound, device: torch.device, is_trial: bool = False):
         assert case.kernels is not None
+        self._is_trial = is_trial
         self._region, self._kernels, self._bound, self._device = case.region, case.kernels, bound, device
         settings = case.region.settings
         self._runtime, _, self._seed = settings.runtime.partition(":")
@@ -311,6 +310,8 @@ class Way:
                 if self._device.type == "cuda" and not (torch.cuda.is_current_stream_capturing() and _are_aligned(args)):
                     return self._region.plain(args)
                 outputs = self._issue(args)
+        if not self._is_trial:
+            self._region.settings.count_planned(self._bound.num_launches, 0)
         if self._order is not None:
             results: Sequence[Any] = [outputs[i] for i in self._order]
         else:

@@ -138,7 +138,7 @@ class _Reader:
         self._numbers: dict[str, Any] = {}
         self._setup: dict[str, str] = {}
         self._names: dict[str, _Name] = {}
-        # name -> names that lie in the same memory and can still be used
+        # id of a value -> the names that lie in its memory and can still be used
         self._live: dict[int, set[str]] = {}
         self._values: list[_Value] = []
         self._kernels: list[_Kernel] = []

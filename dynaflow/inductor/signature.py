@@ -1,7 +1,7 @@
 """What a call in a wrapper reads and writes.
 
-Contract: `Signatures(text, scope)` knows the kernels that the wrapper's module defines; `accesses(call)` gives each tensor argument of a
-statement's call a mode: READ, WRITE (all of it, without looking) or BOTH. Where nothing is known for sure, a tensor counts as BOTH.
+Contract: `Signatures` knows the kernels that the wrapper's module defines; `kernel` and `op` give each tensor argument of a statement's
+call a mode: READ, WRITE (all of it, without looking) or BOTH. Where nothing is known for sure, a tensor counts as BOTH.
 
 1. Triton: parameters of Inductor's own kernels are named by what is done with them (in_ptr0, out_ptr0, in_out_ptr0), and those that are
    changed are listed. A user's kernel may do anything with any pointer.
@@ -23,6 +23,8 @@ READ, WRITE, BOTH = "r", "w", "rw"
 
 # heuristics of kernels that Inductor wrote, parameter names included
 _INDUCTORS_OWN = ("pointwise", "reduction", "persistent_reduction", "split_scan", "foreach", "cooperative_reduction", "template")
+# what templates of products and convolutions call what they read
+_OPERANDS = ("arg_A", "arg_B", "arg_X", "arg_W")
 # ops that are launched on the caller's stream: they talk to other ranks, or wait for them
 _NETWORK = ("_c10d_functional", "c10d", "symm_mem", "_dtensor")
 
@@ -129,8 +131,10 @@ def _triton(name: str, text: str) -> list[str | None] | None:
             return None
         meta = {k.arg: _literals(k.value) for k in decorator.keywords if k.arg in ("triton_meta", "inductor_meta")}
         signature, changed = meta.get("triton_meta", {}).get("signature"), meta.get("inductor_meta", {}).get("mutated_arg_names")
-        if not isinstance(signature, dict) or changed is None:
+        if not isinstance(signature, dict) or (changed is None and decorator.func.attr != "template"):
             return None
+        if changed is None:  # templates list nothing; one for attention writes to what looks like an argument
+            changed = [arg for arg in signature if arg.startswith("arg_") and arg not in _OPERANDS]
         return [_mode(arg, arg in changed) if str(kind).startswith("*") else None for arg, kind in signature.items()]
     return None
 

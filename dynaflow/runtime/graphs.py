@@ -225,7 +225,10 @@ class Recording:
 
     def __del__(self) -> None:
         """The memory of outputs that somebody has outlives the recording."""
-        _homes.subtract(getattr(self, "_addresses", ()))
+        for address in getattr(self, "_addresses", ()):
+            _homes[address] -= 1
+            if not _homes[address]:
+                del _homes[address]
         if getattr(self, "_lent", None) and not self.is_free():
             _outlived[next(_numbers)] = (self.outputs, self._lent)
 

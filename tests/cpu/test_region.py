@@ -476,21 +476,6 @@ def test_numbers_that_are_read_back_leave_it_to_inductor():
                 strict(x)
 
 
-def test_an_error_while_choosing_costs_the_plan_and_not_the_call(monkeypatch):
-    def fails(*_):
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(region, "measure_costs", fails)
-    model, x = Towers(), torch.randn(4, 8)
-    fast = df.compile(model, partition="kernels")
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(fast(x), model(x))
-    assert list(df.stats(fast).fallbacks) == ["RuntimeError: no room"]
-    with torch.no_grad(), pytest.raises(RuntimeError, match="no room"):
-        call_thrice(compiled(model, "auto", "auto"))
-
-
 def test_too_many_sizes(monkeypatch):
     monkeypatch.setattr(region, "MAX_CASES", 2)
     model = Towers()

@@ -313,3 +313,15 @@ def test_what_a_collective_reads_lives_until_it_is_awaited():
         return (buf1, buf2, )
     """, X, seen={"buf1": Geometry((8, 8), (8, 1), torch.float32, torch.device("cuda"))})  # fmt: skip
     assert "buf0" in touched(made)[3][1], "its memory is not free before"
+
+
+@pytest.mark.parametrize("name, changed", [("arg_A", ()), ("arg_LSE", ("arg0_1",))])
+def test_templates_list_nothing_of_what_they_change(name, changed):
+    kernel = triton("triton_tem_fused_mm_0", {name: "*fp32", "out_ptr0": "*fp32"}, heuristic="template")
+    kernel = kernel.replace(", 'mutated_arg_names': []", "")
+    made = read("""
+        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+        triton_tem_fused_mm_0.run(arg0_1, buf0, stream=stream0)
+        return (buf0, )
+    """, X, definitions=kernel)  # fmt: skip
+    assert touched(made) == [("triton_tem_fused_mm_0.0", ("arg0_1",), ("buf0",), changed)]
