@@ -14,12 +14,15 @@ import torch
 
 from dynaflow.costs import Cost
 from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
-from dynaflow.runtime.program import Bound
+from dynaflow.runtime.program import Bound, Call
 
 # launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
 NUM_IN_A_ROW, NUM_REPLAYS = 10, 3
 # of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
 NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.5
+
+# elements of a floating-point tensor that may be a counter; all others are
+MAX_COUNTER = 4096
 
 
 class Clock(Protocol):
@@ -106,6 +109,22 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
+class Before:
+    """Tensors as they are now. Counters are what must not run on while a call is repeated: a position that grows leaves its cache."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._kept = [(t, t.clone()) for t in tensors]
+        self._counters = [(t, old) for t, old in self._kept if not t.is_floating_point() or t.numel() <= MAX_COUNTER]
+
+    def put_back(self) -> None:
+        for tensor, old in self._kept:
+            tensor.copy_(old)
+
+    def put_back_counters(self) -> None:
+        for tensor, old in self._counters:
+            tensor.copy_(old)
+
+
 def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock) -> dict[str, Cost]:
     """Every kernel of a plan, each where its turn is, so that what it reads is what it would read. Kernels with the same key cost the
     same; each is measured once."""
@@ -121,11 +140,14 @@ def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mappin
         if key not in known:
             changed = {flow.value[v].home or v for v in flow.op(name).mutates}
             mine = [tensors[arg.view] for arg in call.args if arg.view >= 0 and bound.views[arg.view].value in changed]
-            before = [t.clone() for t in mine]
-            # results go nowhere: they would take the place of those that later kernels read
-            known[key] = clock.cost(lambda call=call: call(list(tensors)))  # type: ignore[misc]
-            for tensor, old in zip(mine, before):
-                tensor.copy_(old)
+            before = Before(mine)
+
+            def again(call: Call = call, before: Before = before) -> None:
+                before.put_back_counters()
+                call(list(tensors))  # results go nowhere: they would take the place of those that later kernels read
+
+            known[key] = clock.cost(again)
+            before.put_back()
         found[name] = known[key]
         call(tensors)
     clock.synchronise()

@@ -20,6 +20,7 @@ import logging
 import types
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Mapping, Sequence
 from weakref import WeakSet
 
@@ -34,7 +35,7 @@ from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import CALLER, Plan
-from dynaflow.measure import clock_for, compare, measure_costs
+from dynaflow.measure import Before, clock_for, compare, measure_costs
 from dynaflow.memory import place
 from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
@@ -225,6 +226,12 @@ class Case:
         # with their strides, which kernels take for granted: `clone` closes gaps
         given = [clone_preserve_strides(a) if i in made.changed else a for i, a in enumerate(args)]
         clock = clock_for(device)
+        before = Before([given[i] for i in made.changed])
+
+        def trial(way: Boxed) -> None:
+            before.put_back_counters()
+            way(list(given))
+
         with torch.no_grad(), _same_random_numbers(device):
             serial = self._bind(finish_plan(made.flow, sequential_plan(made.flow, ""), None, made.allocated))
             costs = measure_costs(serial, {name: given[i] for i, name in made.inputs}, made.keys, clock)
@@ -240,7 +247,7 @@ class Case:
                     if bound.peak_bytes <= limit:
                         bounds[name] = bound
             ways: list[Boxed] = [self.region.plain, *(Way(self, bound, device, is_trial=True) for bound in bounds.values())]
-            times = compare([lambda way=way: way(list(given)) for way in ways], clock)  # type: ignore[misc]
+            times = compare([partial(trial, way) for way in ways], clock)
         names = ["Inductor", *bounds]
         best = min(range(len(names)), key=lambda i: times[i] * (1 - MIN_GAIN * (i == 0)))
         plan_text = str(bounds[names[best]].plan) if best else ""

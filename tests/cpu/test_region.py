@@ -362,6 +362,33 @@ def test_measuring_shows_nowhere(monkeypatch):
     torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
 
 
+def test_measuring_does_not_run_out_of_a_cache(monkeypatch):
+    """A position that every call moves on: repeated calls would write behind the cache."""
+    monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
+
+    class Decode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("cache", torch.zeros(2, 6, 8))
+            self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+        def forward(self, x):
+            self.cache[0].index_copy_(0, self.at, self.key(x))
+            self.cache[1].index_copy_(0, self.at, self.value(x))
+            self.at.add_(1)
+            return (self.cache[0] @ x.t()).softmax(0).t() @ self.cache[1]
+
+    model, twin = Decode(), Decode()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, "auto", "auto")
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(1, 8)
+            torch.testing.assert_close(fast(x), twin(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
 def test_measuring_keeps_the_strides_of_what_is_changed(times):
     """A copy without the gaps between its rows would be written beyond its end."""
     seen = []
