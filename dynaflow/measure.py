@@ -21,6 +21,8 @@ NUM_IN_A_ROW, NUM_REPLAYS = 10, 3
 # of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
 NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.5
 
+# what gains less is not worth its memory
+MIN_GAIN = 0.02
 # elements of a floating-point tensor that may be a counter; all others are
 MAX_COUNTER = 4096
 
@@ -154,8 +156,8 @@ def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mappin
     return found
 
 
-def compare(ways: Sequence[Callable[[], Any]], clock: Clock) -> list[float]:
-    """Microseconds per call of each way, in turns: the median round of each."""
+def compare(ways: Sequence[Callable[[], Any]], clock: Clock) -> list[list[float]]:
+    """Microseconds per call of each way, round by round. The ways take turns: what slows the machine down slows all of them."""
     for way in ways:
         for _ in range(NUM_WARM):
             way()
@@ -174,4 +176,11 @@ def compare(ways: Sequence[Callable[[], Any]], clock: Clock) -> list[float]:
                 way()
             clock.synchronise()
             times.append((time.perf_counter() - began) / n * 1e6)
-    return [statistics.median(times) for times in rounds]
+    return rounds
+
+
+def is_faster(mine: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `mine` gained enough, and not by chance: it was faster in almost every round."""
+    ratios = [a / b for a, b in zip(mine, other, strict=True)]
+    num_lost = sum(ratio >= 1 for ratio in ratios)
+    return statistics.median(ratios) < 1 - MIN_GAIN and num_lost <= len(ratios) // 7

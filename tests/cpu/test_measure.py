@@ -4,7 +4,7 @@ import torch
 
 from dynaflow.costs import Cost
 from dynaflow.inductor.kernels import kernels
-from dynaflow.measure import HostClock, compare, measure_costs
+from dynaflow.measure import HostClock, compare, is_faster, measure_costs
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime.binder import Binder
@@ -65,6 +65,13 @@ def test_ways_are_compared_in_turns():
     calls = []
     fast, slow = (lambda: calls.append("fast")), (lambda: [calls.append("slow"), sum(range(30000))])
     times = compare([slow, fast], HostClock())
-    assert times[0] > times[1]
+    assert min(times[0]) > max(times[1]) and is_faster(times[1], times[0]) and not is_faster(times[0], times[1])
     switches = sum(a != b for a, b in zip(calls, calls[1:]))
     assert switches >= 10, "a machine that slows down meanwhile slows both"
+
+
+def test_a_gain_must_be_no_chance():
+    other = [100.0] * 7
+    assert is_faster([90.0] * 6 + [120.0], other)
+    assert not is_faster([90.0] * 5 + [120.0] * 2, other), "twice slower"
+    assert not is_faster([99.0] * 7, other), "too little"
