@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
@@ -123,6 +124,8 @@ class CapturedGraph:
         self._whole = self.gm.forward
         try:
             self._whole = compile_captured(captured, inputs, self._region if self.has_kernels else None)
+        except exceptions_allowed_to_be_fallback:
+            raise  # Dynamo breaks the graph there, and captures what is before and behind
         except Exception as error:
             if self.settings.strict:
                 raise

@@ -362,3 +362,39 @@ class Replacing(df.Strategy):
     def schedule(self, flow):
         while ready := flow.get_ready_ops():
             flow.execute(ready[:1], replace=lambda x, *rest: self.function(x))
+
+
+def test_what_inductor_cannot_trace_breaks_the_graph_as_it_does_without_us(caplog):
+    """A backward that reads a number back: torch.compile compiles what is before and behind it, and so do we."""
+
+    @torch.library.custom_op("dynaflow_test::reads_back", mutates_args=())
+    def reads_back(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    reads_back.register_fake(torch.empty_like)
+    reads_back.register_autograd(lambda ctx, grad: grad * (2 if grad.sum().item() < 1e9 else 3))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).sin()
+
+    first, last = Block(), Block()
+
+    def model(x):
+        return last(reads_back(first(x)))
+
+    def gradients(call):
+        for layer in (first, last):
+            layer.zero_grad()
+        with torch.enable_grad():
+            call(torch.ones(3, 8)).sum().backward()
+        return [p.grad.clone() for layer in (first, last) for p in layer.parameters()]
+
+    fast = df.compile(model, compiler="inductor")
+    torch.testing.assert_close(gradients(fast), gradients(model))
+    torch.testing.assert_close(gradients(fast), gradients(model))
+    assert df.stats(fast).captures >= 2 and "runs eagerly" not in caplog.text
