@@ -6,6 +6,7 @@ back to `CONTEXT` before each step, outside of every timed region, so that all s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -29,7 +30,7 @@ Named = TypeVar("Named")
 
 
 @dataclass(kw_only=True)
-class Case:
+class Case(ABC):
     module: nn.Module
     # arguments that are the same in every step
     state: dict[str, Any]
@@ -38,13 +39,13 @@ class Case:
     tiny: bool
     sets: list[dict[str, Tensor]] = field(default_factory=list)
 
+    @abstractmethod
     def fresh(self) -> dict[str, Tensor]:
         """New random inputs: what a caller passes anew in every step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs(self, result: Any) -> list[Tensor]:
         """The tensors to compare."""
-        raise NotImplementedError
 
     def finish(self, result: Any) -> Any:
         """What a step does with the module's result: nothing, or a backward pass."""

@@ -48,7 +48,7 @@ from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import Bound
 from dynaflow.search import search
 from dynaflow.settings import Settings
-from dynaflow.strategies import Auto
+from dynaflow.strategies import Auto, Sequential
 from dynaflow.verify import verify
 
 log = logging.getLogger("dynaflow")
@@ -197,7 +197,10 @@ class Case:
                     raise NotUnderstood(f"{op.name} may talk to other ranks, and is not measured on one alone")
             self.choice = self._remembered(args) or self._compared(args)
         else:
-            self.choice = Choice(str(self._asked(args)), {}, {})
+            plan = self._asked(args)
+            if plan.reason and not isinstance(settings.strategy, Sequential):
+                region.note(plan.reason)
+            self.choice = Choice("" if plan.reason else str(plan), {}, {})
         if self.choice.plan:
             self.bound = self._bind(Plan.parse(self.choice.plan))
             self._way = Way(self, self.bound, device)

@@ -543,6 +543,16 @@ def test_what_fails_while_choosing_leaves_it_to_inductor(monkeypatch):
     assert any("a bug of ours" in reason for reason in df.stats(fast).fallbacks)
 
 
+@pytest.mark.parametrize("strategy, reasons", [(df.TwoBatch(), ["batch smaller than 2"]), (df.Sequential(), [])], ids=str)
+def test_a_strategy_that_gives_up_leaves_it_to_inductor(strategy, reasons):
+    model, x = Towers(), torch.randn(4, 8)
+    fast = df.compile(model, partition="kernels", strategy=strategy, runtime="fake")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x))
+    assert df.stats(fast).planned_calls == 0 and list(df.stats(fast).fallbacks) == reasons
+
+
 def test_options():
     with pytest.raises(OptionError, match="needs a compiler"):
         df.compile(Towers(), partition="kernels", compiler="eager")

@@ -1,9 +1,16 @@
 """What tests of recordings share."""
 
 import pytest
+import torch
 
 from dynaflow.runtime import graphs
 from tests.cpu.runtime.recorder import FakeRecorder
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(params=["recorded", "issued again"])

@@ -8,16 +8,9 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow.runtime import graphs
+from tests.cpu.runtime.models import sine
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def sine(x):
-    return torch.sin(x) * 2
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- buckets

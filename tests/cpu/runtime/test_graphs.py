@@ -13,19 +13,11 @@ from torch import nn
 import dynaflow as df
 from dynaflow import recorded
 from dynaflow.runtime import graphs
-from tests.cpu.runtime.models import Net
+from tests.cpu.runtime.models import Net, sine
 from tests.cpu.runtime.test_buckets import REFUSED
 from tests.cpu.runtime.test_pieces import CUTS, Interrupted
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def sine(x):
-    return torch.sin(x) * 2
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- rotation

@@ -13,20 +13,12 @@ from dynaflow.runtime import generated, graphs
 from dynaflow.runtime.binder import bind
 from dynaflow.runtime.program import scratch
 from dynaflow.testing import random_flow
-from tests.cpu.runtime.models import Net
+from tests.cpu.runtime.models import Net, sine
 from tests.cpu.runtime.placing import with_fresh_results
 from tests.cpu.runtime.recorder import REFUSAL, FakeRecorder
 from tests.cpu.runtime.test_faults import Lanes, inject  # noqa: F401 (inject is a fixture)
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def sine(x):
-    return torch.sin(x) * 2
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- segments
