@@ -148,25 +148,32 @@ def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
     return times
 
 
-def host_us(case: Case, call: Call, device: str, count: int = 200, sync_every: int = 16) -> dict[str, float]:
-    """Time on the host until the call returns. The queue is emptied every few steps, so that it never pushes back."""
-    is_cuda = device.startswith("cuda")
-    times: list[float] = []
+# steps of one variant in a row, and those of them that are dropped: what ran before has filled the host's caches with its own
+HOST_STEPS, HOST_DROPPED = 16, 4
+
+
+def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200) -> dict[str, dict[str, float]]:
+    """Time on the host until a call returns, of each variant, taken in turns. The queue is emptied before each turn, so that it never
+    pushes back."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     result: Any = None
     gc.collect()
     gc.disable()
     try:
-        for number in range(count + sync_every):
-            if is_cuda and number % sync_every == 0:
-                torch.cuda.synchronize()
-            case.reset()
-            inputs = _next()
-            result = None  # freed outside of the timed call
-            began = time.perf_counter()
-            result = call(inputs)
-            times.append((time.perf_counter() - began) * 1e6)
+        for _ in range(-(-count // (HOST_STEPS - HOST_DROPPED))):
+            for name, call in calls.items():
+                block = []
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                for _ in range(HOST_STEPS):
+                    case.reset()
+                    inputs = _next()
+                    result = None  # freed outside of the timed call
+                    began = time.perf_counter()
+                    result = call(inputs)
+                    block.append((time.perf_counter() - began) * 1e6)
+                times[name] += block[HOST_DROPPED:]
     finally:
         gc.enable()
     del result
-    ordered = sorted(times[sync_every:])
-    return {"median_us": round(statistics.median(ordered), 1), "spread_us": round(spread(ordered), 1)}
+    return {name: {"median_us": round(statistics.median(us), 1), "spread_us": round(spread(sorted(us)), 1)} for name, us in times.items()}

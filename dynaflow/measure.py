@@ -59,7 +59,6 @@ class CudaClock:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self._pool = Pool()
-        self._pool.handle = torch.cuda.graph_pool_handle()
 
     def cost(self, launch: Callable[[], Any]) -> Cost:
         launch()  # libraries make their workspaces, on both streams

@@ -116,7 +116,7 @@ def _memory_target(variants: Variants, ours: str, theirs: str) -> Result:
 
 def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
     made = variants.some(COMPILE, COMPILE_GRAPH, GUARDS, OURS, OURS_BORROW, OURS_GRAPH)
-    figures = {name: host_us(case, v.call, variants.device, effort.host_steps) for name, v in made.items()}
+    figures = host_us(case, {name: v.call for name, v in made.items()}, variants.device, effort.host_steps)
     guards = figures.get(GUARDS, {}).get("median_us")
     limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs + (guards or 0.0)
     targets = [

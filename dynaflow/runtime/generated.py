@@ -112,7 +112,8 @@ class _Writer:
         self.line(f"{', '.join(self._streams)}, = streams.all")
         self.line("set_stream, Event = streams.set_stream, streams.Event")
         for i, _, _, _ in bound.allocated:
-            self.output(i)
+            if i not in bound.late_outputs:
+                self.output(i)
         self._number = 0
         self._known: set[str] = set()
         self._forked = set(range(len(self._streams)))
@@ -192,6 +193,7 @@ class _Writer:
             if i in self._live:
                 self._live.discard(i)
                 self.line(f"del {self._names[i]}")
+        self.late_outputs([i for i, first in self.bound.late_outputs.items() if first == k])
         stream = "" if s == 0 else f" @ {self._streams[s]}"
         self.line(f"# {call.label}{stream}" + (": not recorded" if is_eager else ""))
         if is_eager:
@@ -286,6 +288,16 @@ class _Writer:
         place = [view for _, view in self.bound.outputs].index(i)
         new = f"empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})"
         self.line(f"{name} = {new} if outputs is None else outputs[{place}]")
+
+    def late_outputs(self, new: Sequence[int]) -> None:
+        """The caller's memory, for those streams that touch it."""
+        for i in new:
+            self.switch(0)
+            self.output(i)
+        launched = [s for code, s, _ in self.bound.instructions if code == LAUNCH]
+        for s in sorted({launched[n] for i in new for n in self.bound.touching[i]} - {0}):
+            self._forked.discard(s)
+            self.enter(s)
 
     def arena(self, value: str) -> str:
         layout = self.bound.program.layouts[value]

@@ -14,6 +14,7 @@ is a parameter: on the CPU nothing is recorded, and a replay issues the work aga
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
@@ -84,16 +85,21 @@ class CudaRecorder:
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
+        self._was_collecting = False
 
     def begin(self) -> None:
         # torch's own capture stream belongs to whichever device was current when it was made
         self._guard = torch.cuda.device(self._device)
         self._guard.__enter__()
+        # other recordings may be among the garbage: to destroy one now would make this one void
+        self._was_collecting = gc.isenabled()
+        gc.disable()
         self._stream = torch.cuda.current_stream(self._device)
         self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
-        self._context = torch.cuda.graph(self._graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
+        handle = self._pool.handle_for(stream)
+        self._context = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         self._context.__enter__()
 
     def end(self) -> Callable[[], Any]:
@@ -107,6 +113,8 @@ class CudaRecorder:
         if self._guard is not None:
             self._guard.__exit__(None, None, None)
             self._guard = None
+            if self._was_collecting:
+                gc.enable()
 
     def abort(self) -> None:
         """A capture that fails leaves its stream current, the allocator with its pool, and the generator refusing to draw."""
@@ -120,7 +128,7 @@ class CudaRecorder:
         torch.cuda.set_stream(self._stream)
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
-        self._pool.handle = torch.cuda.graph_pool_handle()
+        self._pool.renew()
         self._generator.graphsafe_set_state(self._spare)
         self._leave()
 
@@ -131,8 +139,23 @@ class Pool:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.handle: Any = None
+        self._keeper: Any = None
         self._last_stream: Any = None
         self._last_raw: int | None = None
+
+    def handle_for(self, stream: torch.cuda.Stream) -> Any:
+        """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
+        if self.handle is None:
+            self.handle, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with warnings.catch_warnings(), torch.cuda.stream(stream):
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                self._keeper.capture_end()
+        return self.handle
+
+    def renew(self) -> None:
+        """Other memory, from now on."""
+        self.handle = self._keeper = None
 
     def enter(self, device: torch.device) -> None:
         """This replay comes after the last one, whatever stream that was on."""
@@ -141,8 +164,6 @@ class Pool:
         raw = torch._C._cuda_getCurrentRawStream(device.index or 0)
         if raw == self._last_raw:
             return
-        if self.handle is None:
-            self.handle = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream(device)
         if self._last_stream is not None:
             stream.wait_stream(self._last_stream)

@@ -292,22 +292,45 @@ class Bound:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that a call holds at once: the arena, outputs, kept results until they are dropped, and what launches allocate while
-        they run (with what they copy). Streams run side by side: the largest launch of each counts. Not known, so not counted: workspaces
-        of libraries, and what eager ops allocate inside.
+        """The most that a call holds at once: the arena, outputs from when they are allocated, kept results until they are dropped, and
+        what launches allocate while they run (with what they copy). Streams run side by side: of the others, the largest launch so far
+        counts. Not known, so not counted: workspaces of libraries, and what eager ops allocate inside.
         """
         flow = self.program.flow
         outputs = {name for name, _ in self.outputs if flow.value[name].role == "output"}
-        alive = most_kept = 0
+        sizes = {i: evaluate(flow.value[name].nbytes, self.sizes) for name, i in self.outputs if name in outputs}
+        alive = most = 0
         beside: dict[int, int] = {}
+        returned = sum(nbytes for i, nbytes in sizes.items() if i not in self.late_outputs)
         launches = ((s, what) for code, s, what in self.instructions if code == LAUNCH)
-        for (s, call), drops in zip(launches, self.drops):
+        for number, ((s, call), drops) in enumerate(zip(launches, self.drops)):
+            returned += sum(sizes.get(i, 0) for i, first in self.late_outputs.items() if first == number)
             alive -= sum(self.bytes_of(i) for i in drops if i in self.inside)
             alive += sum(self.bytes_of(o.view) for o in call.outs if o.how == KEPT and self.views[o.view].value not in outputs)
-            most_kept = max(most_kept, alive)
-            beside[s] = max(beside.get(s, 0), self._beside(call))
-        returned = sum(evaluate(flow.value[name].nbytes, self.sizes) for name in outputs)
-        return int(self.memory.arena_bytes + returned + most_kept + sum(beside.values()))
+            mine = self._beside(call)
+            most = max(most, returned + alive + mine + sum(largest for other, largest in beside.items() if other != s))
+            beside[s] = max(beside.get(s, 0), mine)
+        return int(self.memory.arena_bytes + max(most, returned))
+
+    @cached_property
+    def late_outputs(self) -> dict[int, int]:
+        """Outputs that generated code allocates right before the launch that first touches them: view -> number of the launch.
+
+        What is allocated is the caller's memory, and may be what work on the caller's stream has just given back: who touches it from
+        another stream must wait for that work. So that this costs nothing, nothing of the plan may run on the caller's stream before;
+        or else all that touches the output must. Other outputs are allocated at the start.
+        """
+        streams = [s for code, s, _ in self.instructions if code == LAUNCH]
+        first_of_caller = streams.index(0) if 0 in streams else len(streams)
+        return {i: numbers[0] for i, numbers in self.touching.items() if numbers
+                and (numbers[0] <= first_of_caller or not any(streams[n] for n in numbers))}  # fmt: skip
+
+    @cached_property
+    def touching(self) -> dict[int, list[int]]:
+        """Outputs that the engine allocates -> the launches that read or write them."""
+        base = {i: name for i, name, _, _, _ in self.placed} | {i: name for i, name, _, _ in self.allocated}
+        touched = [{base.get(i) for i in (*(a.view for a in call.args), *(o.view for o in call.outs))} for call in self.calls]
+        return {i: [n for n, names in enumerate(touched) if name in names] for i, name, _, _ in self.allocated}
 
     def _beside(self, call: Call) -> int:
         """What a launch holds at its peak that is gone, or kept as a result, behind it; results that are kept count elsewhere."""

@@ -22,12 +22,12 @@ class NanoBatch(Strategy):
         flow.split(self.num_parts)
         compute, comm, copy = flow.stream("compute"), flow.stream("comm", priority=-1), flow.stream("copy")
         lane = {"network": comm, "copy": copy}
-        num_sent: Counter[Part] = Counter()
+        outputs, num_sent = set(flow.flow.outputs), Counter[Part]()
         while ready := flow.get_ready_ops():
             # Send as soon as possible. Otherwise stay with one part until it has sent: what waits for its own message must not
-            # stand before the work that could run meanwhile. What runs merged and nobody waits for (a cache's length) goes last: it
-            # would only cut the parts' work in pieces.
-            is_last = {r: r.part.is_whole and not r.height for r in ready}
+            # stand before the work that could run meanwhile. What nobody waits for goes last where it runs merged (a cache's length: it
+            # would only cut the parts' work in pieces) or gives a result (logits would lie there while other parts still compute).
+            is_last = {r: not r.height and (r.part.is_whole or not outputs.isdisjoint(r.op.writes)) for r in ready}
             r = min(ready, key=lambda r: (r.kind != "network", is_last[r], num_sent[r.part], r.part, r.depth))
             num_sent[r.part] += r.kind == "network"
             flow.execute(r, stream=lane.get(r.kind, compute))

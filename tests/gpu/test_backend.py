@@ -1,5 +1,6 @@
 """The compiled backend on CUDA: equality, recordings, buckets, alignment, other people's captures."""
 
+import gc
 import logging
 
 import pytest
@@ -152,3 +153,31 @@ def test_training_under_the_engine_is_torch_compiles(caplog):
         loss.backward()
     assert all(p.grad is not None for p in model.parameters()) and not caplog.records
     assert of(df.compile(model)).settings.stats.fallbacks == {}
+
+
+def test_a_pool_outlives_its_recordings():
+    """torch refuses to record into a pool that no recording is left of while something in it is still in use."""
+    pool, x, kept = graphs.Pool(), torch.randn(64, 64, device="cuda"), []
+    for _ in range(3):
+        recorder = graphs.CudaRecorder(pool, x.device)
+        with graphs.one_at_a_time:
+            recorder.begin()
+            kept.append(x + x)
+            replay = recorder.end()
+        replay()
+        assert torch.equal(kept[-1], x + x)
+        del recorder, replay
+
+
+def test_garbage_is_not_collected_while_recording():
+    """It may hold other recordings: to destroy one would make this one void."""
+    assert gc.isenabled()
+    recorder = graphs.CudaRecorder(graphs.Pool(), torch.device("cuda"))
+    with graphs.one_at_a_time:
+        recorder.begin()
+        assert not gc.isenabled()
+        recorder.end()
+        assert gc.isenabled()
+        recorder.begin()
+        recorder.abort()
+    assert gc.isenabled()

@@ -261,6 +261,35 @@ def test_an_error_while_a_result_is_put_in_place_names_its_launch():
         assert f"raised by '{label}'" in error.value.__notes__[0]
 
 
+# -- outputs
+
+
+@pytest.mark.parametrize(
+    "streams, is_late",
+    [("ccc", True), ("xxx", True), ("xxz", True), ("cxx", False), ("xcx", False), ("xcc", True)],
+)
+def test_outputs_are_allocated_when_they_are_needed(streams, is_late):
+    """The caller's memory: late where nothing runs on the caller's stream before, or all that touches the output runs there."""
+    flow = flow_of("input x\na: x -> h\nb: h -> g\nc: g -> y\noutput y")
+    layout = Layout(torch.float32, torch.device("cpu"), ("4", "1"))
+    units = {op.name: Unit(lambda v: (v + 1,), op.reads, op.writes) for op in flow.ops}
+    at = [{"c": "caller"}.get(s, s) for s in streams]
+    named = "".join(f"stream {name}\n" for name in sorted(set(at) - {"caller"}))
+    text = f"plan {flow.label}\n{named}" + "".join(f"launch {op.name} @{stream}\n" for op, stream in zip(flow.ops, at))
+    plan = place(flow, synchronise(flow, Plan.parse(text)))
+    bound = bind(plan, Program(flow, units, dict.fromkeys("hgy", layout)), {"s0": 2})
+    log, outputs = ordered(bound, {"x": torch.zeros(2, 4)})
+    assert torch.equal(outputs["y"], torch.full((2, 4), 3.0))
+    lines = generated.code_of(bound).source.splitlines()
+    (allocated,) = [i for i, line in enumerate(lines) if line.strip().startswith("y = empty_strided(")]
+    before = [name for name in "ab" if any(line.strip().startswith(f"# {name}") for line in lines[:allocated])]
+    assert before == (["a", "b"] if is_late else [])
+    number = streams[2]
+    if is_late and number != "c":
+        waits = [line for line in lines[allocated:] if f"fork.record(caller); {number}.wait_event(fork)" in line]
+        assert waits, "who touches the caller's memory waits for what the caller's stream did with it"
+
+
 # -- files
 
 
