@@ -11,7 +11,7 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -143,6 +143,12 @@ class Variants:
         case.run(case.sets[0])
         if self.is_cuda:
             _load_libraries()
+
+    def anew(self) -> Self:
+        """The same, nothing of it built yet."""
+        fresh = type(self)(self.case, self.device, self.options)
+        fresh.missing.update(self.missing)
+        return fresh
 
     def get(self, name: str) -> Variant | None:
         if name in self.missing:

@@ -120,6 +120,9 @@ class Edge(NamedTuple):
     by_rows: bool
 
 
+NOMINAL_BATCH, NOMINAL_SIZE = 64, 128
+
+
 @dataclass(frozen=True)
 class Flow:
     """The partitioned graph: ops in program order."""
@@ -143,6 +146,11 @@ class Flow:
 
     def op(self, name: str) -> Op:
         return self.ops[self.index[name]]
+
+    @cached_property
+    def nominal_sizes(self) -> dict[str, int]:
+        """Stand-ins for sizes: what is decided once for all sizes must not depend on those of the first call."""
+        return {s: NOMINAL_BATCH if s in self.batch else NOMINAL_SIZE for s in self.symbols}
 
     @cached_property
     def pieces(self) -> dict[str, tuple[str, ...]]:

@@ -13,13 +13,15 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
+from dynaflow.ir import Stream
+from dynaflow.runtime.cuda import side_streams
 from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
 from dynaflow.runtime.program import Bound, Call
 
-# launches of one kernel in a row, in one recording; replays of it, of which the fastest counts
-NUM_IN_A_ROW, NUM_REPLAYS = 10, 3
+# launches of one kernel in a row, in one recording; rows side by side; replays, of which the fastest counts
+NUM_IN_A_ROW, NUM_ROWS, NUM_REPLAYS = 8, 8, 3
 # of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
-NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.5
+NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.2
 
 # what gains less is not worth its memory
 MIN_GAIN = 0.02
@@ -52,25 +54,27 @@ class HostClock:
 
 
 class CudaClock:
-    """A kernel alone, several times in a row in one recording; then as two rows side by side. Where those take as long as one, it fills
-    half of the device or less; where they take twice as long, all of it."""
+    """A kernel alone, several times in a row in one recording; then as NUM_ROWS rows side by side. Where those take as long as one, it
+    fills 1/NUM_ROWS of the device or less; where they take NUM_ROWS times as long, all of it."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        # plans run on these, too: libraries keep one workspace for each
+        self._side = side_streams(device, tuple(Stream(f"aux{i}") for i in range(NUM_ROWS - 1)))
         self._pool = Pool()
 
     def cost(self, launch: Callable[[], Any]) -> Cost:
-        launch()  # libraries make their workspaces, on both streams
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            launch()
+        launch()  # libraries make their workspaces, on all streams
+        for side in self._side:
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                launch()
         torch.cuda.synchronize(self._device)
-        one, two = self._us(launch, 1), self._us(launch, 2)
-        return Cost(one, min(max(two / one / 2, 0.0), 1.0) if one > 0 else 1.0)
+        alone, beside = self._us(launch, ()), self._us(launch, self._side)
+        return Cost(alone, min(max(beside / alone / NUM_ROWS, 0.0), 1.0) if alone > 0 else 1.0)
 
-    def _us(self, launch: Callable[[], Any], num_rows: int) -> float:
-        replay = self._recorded(launch, num_rows)
+    def _us(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> float:
+        replay = self._recorded(launch, beside)
         replay()
         times = []
         for _ in range(NUM_REPLAYS):
@@ -82,21 +86,21 @@ class CudaClock:
             times.append(begin.elapsed_time(end) * 1e3)
         return min(times) / NUM_IN_A_ROW
 
-    def _recorded(self, launch: Callable[[], Any], num_rows: int) -> Callable[[], Any]:
+    def _recorded(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> Callable[[], Any]:
         recorder = CudaRecorder(self._pool, self._device)
         with one_at_a_time:
             try:
                 recorder.begin()
                 main = torch.cuda.current_stream(self._device)
-                if num_rows == 2:
-                    self._side.wait_stream(main)
-                    with torch.cuda.stream(self._side):
+                for side in beside:
+                    side.wait_stream(main)
+                    with torch.cuda.stream(side):
                         for _ in range(NUM_IN_A_ROW):
                             launch()
                 for _ in range(NUM_IN_A_ROW):
                     launch()
-                if num_rows == 2:
-                    main.wait_stream(self._side)
+                for side in beside:
+                    main.wait_stream(side)
                 return recorder.end()
             except BaseException:
                 recorder.abort()

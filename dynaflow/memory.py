@@ -24,15 +24,12 @@ from dynaflow.sync import clocks
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
 
-# Stand-ins for sizes while placing: structure must not depend on the sizes of the first call.
-_NOMINAL_BATCH, _NOMINAL_SIZE = 64, 128
-
 
 def place(flow: Flow, plan: Plan, loose: frozenset[str] = frozenset()) -> Plan:
     """`loose`: values that their op allocates; those that may be loose get no slot, the others are as all."""
     stream_index, table = clocks(plan)
     num_streams = len(stream_index)
-    nominal = {s: _NOMINAL_BATCH if s in flow.batch else _NOMINAL_SIZE for s in flow.symbols}
+    nominal = flow.nominal_sizes
     temps, op_index, hidden = flow.temps, flow.index, internal_values(flow, plan)
     loose = loose & can_be_loose(flow, plan) if loose else loose
 

@@ -24,7 +24,7 @@ from typing import Any, Callable, Iterable, Sequence
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost, Costs, check_costs, heights_us
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, tiles
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, evaluate, tiles
 from dynaflow.text import NAME
 
 # A strategy that looks this often without executing anything will not get anywhere.
@@ -35,18 +35,29 @@ class ReadyOp:
     """An Op on a Part, with the op's attributes. `users` are the items that depend on it (ready or not).
 
     `height_us` is the longest path from its start to the end of the flow, its own cost included, over the whole batch; every op
-    counts 1 where no costs are known (`cost` is None).
+    counts 1 where no costs are known (`cost` is None). `is_merged_later`: an op that runs over the whole batch, and has others behind
+    it, depends on it.
     """
 
-    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost", "height_us")
+    __slots__ = ("_planner", "_item", "op", "part", "name", "kind", "depth", "height", "cost", "height_us", "is_merged_later")
 
-    def __init__(self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost: Cost | None, height_us: float):
-        self._planner, self._item, self.op, self.part = planner, item, op, part
+    def __init__(
+        self, planner: Planner, item: int, op: Op, part: Part, depth: int, height: int, cost: Cost | None, height_us: float, merged: bool
+    ):
+        self._planner, self._item, self.op, self.part, self.is_merged_later = planner, item, op, part, merged
         self.name, self.kind, self.depth, self.height, self.cost, self.height_us = op.name, op.kind, depth, height, cost, height_us
 
     @property
     def users(self) -> list[ReadyOp]:
         return [self._planner._handles[i] for i in self._planner._successors[self._item]]
+
+    @property
+    def grows(self) -> bool:
+        """Whether its results take more memory than what it reads, parameters aside."""
+        flow = self._planner.flow
+        written, read = (sum(evaluate(flow.value[v].nbytes, flow.nominal_sizes) for v in names if flow.value[v].role != "param")
+                         for names in (self.op.writes, self.op.reads))  # fmt: skip
+        return bool(written > read)
 
     @property
     def is_ready(self) -> bool:
@@ -156,6 +167,10 @@ class Planner:
         height = [0] * len(flow.ops)
         for before, after, _ in sorted(flow.edges, key=lambda e: -e.before):
             height[before] = max(height[before], height[after] + 1)
+        is_cut = [len(self._parts_for(op)) > 1 for op in flow.ops]
+        is_merged_later = [False] * len(flow.ops)
+        for before, after, _ in sorted(flow.edges, key=lambda e: -e.before):
+            is_merged_later[before] |= is_merged_later[after] or (height[after] > 0 and not is_cut[after])
         height_us = heights_us(flow, self._costs) if self._costs else [h + 1.0 for h in height]
         self._first_item: dict[str, int] = {}
         parts_of = []
@@ -165,7 +180,8 @@ class Planner:
             parts_of.append((len(handles), parts))
             cost = self._costs.get(op.name)
             for part in parts:
-                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], cost and cost.of(part), height_us[i]))
+                mine = cost and cost.of(part)
+                handles.append(ReadyOp(self, len(handles), op, part, depth[i], height[i], mine, height_us[i], is_merged_later[i]))
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))

@@ -29,9 +29,6 @@ log = logging.getLogger("dynaflow")
 # launches of one plan that may turn out to be unrecordable, before we give up
 MAX_LEARNED = 16
 
-# a size, where strides are compared before sizes are known
-_NOMINAL = 128
-
 # aten ops that make the host wait for the device, or whose results have a size that only the device knows
 _WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.item", "aten.equal.")
 
@@ -102,7 +99,9 @@ class PlanBody:
         with torch.no_grad():
             generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
 
-    def allocate(self) -> list[torch.Tensor]:
+    def prepare(self) -> list[torch.Tensor]:
+        if self._device.type == "cuda":
+            cuda.side_streams(self._device, self._plan().streams)
         return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:
@@ -212,7 +211,7 @@ def why_unpadded(flow: Flow, built: Built) -> str:
 def _is_inside(value: Value, stride: Sequence[str], flow: Flow) -> bool:
     """Whether more rows would run into what lies behind them: steps along another dim are longer."""
     assert value.axis is not None
-    steps = [evaluate(step, dict.fromkeys(flow.symbols, _NOMINAL)) for step in stride]
+    steps = [evaluate(step, flow.nominal_sizes) for step in stride]
     return any(step > steps[value.axis] for size, step in zip(value.shape, steps) if size != "1")
 
 

@@ -46,7 +46,7 @@ from dynaflow.runtime import fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import Bound
-from dynaflow.search import search
+from dynaflow.search import Candidate, search
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
 from dynaflow.verify import verify
@@ -56,7 +56,9 @@ log = logging.getLogger("dynaflow")
 # cases of one region: sizes beyond these run as Inductor has them
 MAX_CASES = 16
 # plans that are tried on the device, and the most streams that they have
-NUM_TRIED, MAX_STREAMS = 4, 16
+NUM_TRIED, MAX_STREAMS = 6, 16
+# of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
+AS_FAST = 1.02
 # sets of addresses at which a case gets the outputs of other recordings
 MAX_ADDRESSES = 8
 
@@ -237,30 +239,43 @@ class Case:
         with torch.no_grad(), _same_random_numbers(device):
             serial = self._bind(finish_plan(made.flow, sequential_plan(made.flow, ""), None, made.allocated))
             costs = measure_costs(serial, {name: given[i] for i, name in made.inputs}, made.keys, clock)
-            limit = serial.peak_bytes * self.region.settings.max_memory
-            bounds = {"one stream": serial}
-            for candidate in search(made.flow, costs, max_streams=MAX_STREAMS):
-                # the simulator is not the device: the best of each number of streams, not the best few, which are much alike
-                name = f"{candidate.num_streams} streams"
-                if candidate.num_streams > 1 and name not in bounds and len(bounds) <= NUM_TRIED:
-                    plan = place(made.flow, candidate.plan, made.allocated)
-                    verify(plan, made.flow)
-                    bound = self._bind(plan)
-                    if bound.peak_bytes <= limit:
-                        bounds[name] = bound
-            ways: list[Boxed] = [self.region.plain, *(Way(self, bound, device, is_trial=True) for bound in bounds.values())]
-            rounds = compare([partial(trial, way) for way in ways], clock)
-            times = [statistics.median(times) for times in rounds]
-            best = times.index(min(times))
+            candidates = [c for c in search(made.flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
+            # the simulator is not the device: the best of each kind, not the best few, which are much alike
+            kinds = {c.kind: c for c in reversed(candidates)}
+            bounds = {"one stream": serial} | self._within_memory(sorted(kinds.values(), key=lambda c: c.simulated_us), serial)
+            ways: dict[str, Boxed] = {"Inductor": self.region.plain}
+            ways |= {name: Way(self, bound, device, is_trial=True) for name, bound in bounds.items()}
+            rounds = dict(zip(ways, compare([partial(trial, way) for way in ways.values()], clock)))
+            times = {name: statistics.median(found) for name, found in rounds.items()}
+            best = _least(times, {name: len(bound.streams) for name, bound in bounds.items()})
             # a machine that others use, too, favours one of many now and then: it has to win again
-            if not is_faster(rounds[best], rounds[0]) or not is_faster(*compare([partial(trial, ways[i]) for i in (best, 0)], clock)):
-                best = 0
-        names = ["Inductor", *bounds]
-        plan_text = str(bounds[names[best]].plan) if best else ""
-        named = {**dict(zip(names, times)), "bound": bound_us(made.flow, costs)}
-        choice = Choice(plan_text, named, costs)
+            if not is_faster(rounds[best], rounds["Inductor"]) or not is_faster(
+                *compare([partial(trial, ways[name]) for name in (best, "Inductor")], clock)
+            ):
+                best = "Inductor"
+        plan_text = str(bounds[best].plan) if best in bounds else ""
+        choice = Choice(plan_text, {**times, "bound": bound_us(made.flow, costs)}, costs)
         disk.save(self._path(args), choice.dump())
         return choice
+
+    def _within_memory(self, candidates: Sequence[Candidate], serial: Bound) -> dict[str, Bound]:
+        """The first NUM_TRIED that hold no more than they may."""
+        made, settings = self.kernels, self.region.settings
+        assert made is not None
+        limit = serial.peak_bytes * settings.max_memory
+        found: dict[str, Bound] = {}
+        for candidate in candidates:
+            plan = place(made.flow, candidate.plan, made.allocated)
+            verify(plan, made.flow)
+            bound = self._bind(plan)
+            if bound.peak_bytes <= limit:
+                found[candidate.kind] = bound
+            else:
+                log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%g)", self.region.name, candidate.kind,
+                         bound.peak_bytes / 2**20, limit / 2**20, settings.max_memory)  # fmt: skip
+            if len(found) == NUM_TRIED:
+                break
+        return found
 
     def _remembered(self, args: Sequence[Any]) -> Choice | None:
         assert self.kernels is not None
@@ -377,6 +392,12 @@ class _Key:
     def __init__(self) -> None:
         # where inputs were that may move, and are bound by address
         self.addresses: dict[int, int] = {}
+
+
+def _least(times: Mapping[str, float], num_streams: Mapping[str, int]) -> str:
+    """The fastest; of those that are as fast, that with the fewest streams."""
+    least = min(times.values())
+    return min((name for name, us in times.items() if us <= least * AS_FAST), key=lambda name: (num_streams.get(name, 0), times[name]))
 
 
 def _device(args: Sequence[Any]) -> torch.device:

@@ -38,6 +38,12 @@ class Candidate:
         """Streams that launch something, the caller's included."""
         return len({launch.stream for launch in self.plan.launches})
 
+    @property
+    def kind(self) -> str:
+        """Plans of one kind are much alike."""
+        name = type(self.strategy).__name__.lower()
+        return f"{self.num_streams} streams, {name}{' prioritised' if getattr(self.strategy, 'prioritised', False) else ''}"
+
     def __str__(self) -> str:
         noise = f", noise {self.noise}" if self.noise else ""
         streams = f"{self.num_streams} stream{'s' if self.num_streams > 1 else ''}"

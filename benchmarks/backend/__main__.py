@@ -6,9 +6,9 @@
     python -m benchmarks.backend --tiny --device cpu --json out/backend-tiny.json    everything, small, without a GPU
     python -m benchmarks.backend --list                                              rows and sections
 
-Sections: time, split, host, equal (one process, all variants of a row built once), first and layers (fresh processes). The file is
-written after every row and section. `--limit-s` stops before a new row or section once so many seconds have passed, says what was not
-run, and ends with 3.
+Sections: host, time, split, trace, equal (a process per row, all variants of a row built once), first and layers (fresh processes). The
+file is written after every row and section. `--limit-s` stops before a new row or section once so many seconds have passed, says what
+was not run, and ends with 3.
 Compiled code is kept where TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR say: carry these folders to save time in the next call.
 Ends with 1 when a target is missed.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -69,8 +70,12 @@ class Suite:
         torch.set_grad_enabled(False)
         chosen = [s for s in report.SECTIONS if s in args.only.split(",")]
         in_process = [s for s in SECTIONS if s in chosen]
-        for row in select(args.rows or "*") if in_process else []:
-            self._row(row, in_process)
+        rows = select(args.rows or "*") if in_process else []
+        for row in rows:
+            if len(rows) == 1:
+                self._row(row, in_process)
+            else:
+                self._alone(row, in_process)
         if "first" in chosen:
             for row in select(args.rows or FIRST_ROWS):
                 self._section(row.name, "first", row.config(args.tiny),
@@ -78,6 +83,21 @@ class Suite:
         if "layers" in chosen:
             self._section(LAYERS_ROW, "layers", {}, lambda: first.layers_section(args.tiny, args.device, self.options))
         return self._end()
+
+    def _alone(self, row: Row, sections: list[str]) -> None:
+        """A row in a process of its own: what the profiler leaves behind would slow the next one down."""
+        args = self.args
+        if self._is_late():
+            self.not_run += [f"{s}: {row.name}" for s in sections]
+            return
+        wish = {"--rows": row.name, "--only": ",".join(sections), "--device": args.device, "--compiler": args.compiler, "--json": args.json,
+                "--rounds": args.rounds, "--host-steps": args.host_steps, "--replays": args.replays,
+                "--limit-s": args.limit_s - self._seconds()}  # fmt: skip
+        words = [str(word) for pair in wish.items() for word in pair] + ["--tiny"] * args.tiny
+        ended = subprocess.run([sys.executable, "-m", "benchmarks.backend", *words], check=False)
+        if ended.returncode not in (0, 1):
+            self.not_run += [f"{s}: {row.name}, ended with {ended.returncode}" for s in sections]
+        self.done += [r for r in load(args.json) if r["row"] == row.name and r["section"] in sections]
 
     def _row(self, row: Row, sections: list[str]) -> None:
         args = self.args

@@ -54,7 +54,23 @@ def _why(variants: Variants, *names: str) -> str:
     return "; ".join(f"{name}: {variants.missing[name]}" for name in names if name in variants.missing)
 
 
-# -- 1. time
+# -- 1. host
+
+
+def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
+    made = variants.some(COMPILE, COMPILE_GRAPH, GUARDS, OURS, OURS_BORROW, OURS_GRAPH)
+    figures = host_us(case, {name: v.call for name, v in made.items()}, variants.device, effort.host_steps)
+    guards = figures.get(GUARDS, {}).get("median_us")
+    limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs + (guards or 0.0)
+    targets = [
+        target(f"host: {name}, us", figures[name]["median_us"] if name in figures and guards is not None else None, limit,
+               _why(variants, name, GUARDS))
+        for name in (OURS_BORROW, OURS_GRAPH)
+    ]  # fmt: skip
+    return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards, "targets": targets}
+
+
+# -- 2. time
 
 
 def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
@@ -74,8 +90,6 @@ def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
         found = pairs.get(f"{a} / {b}")
         targets.append(target(f"time: {a} / {b}", found and found["ratio"], MAX_ROW_RATIO, _why(variants, a, b)))
         targets.append(_memory_target(variants, a, b))
-    if variants.is_cuda:
-        targets += [_launch_target(case, variants, name) for name in (OURS_BORROW, OURS_GRAPH)]
     return {
         "repetitions": min(len(t.all) for t in times.values()),
         "ours": {"variant": ours, **figures[ours]} if ours else None,
@@ -86,14 +100,6 @@ def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
         "ratios": pairs,
         "targets": targets,
     }
-
-
-def _launch_target(case: Case, variants: Variants, name: str) -> Result:
-    """One graph launch per step; none at all means that the plan was not recorded."""
-    variant = variants.get(name)
-    found = trace.copies_of(case, variant.call, variants.device).num_graph_launches if variant is not None else None
-    note = "" if found else _why(variants, name) or "no graph was launched"
-    return target(f"CUDA Graph launches per step: {name}", found or None, 1, note)
 
 
 def _memory(variant: Variant | None) -> Result:
@@ -111,30 +117,17 @@ def _memory_target(variants: Variants, ours: str, theirs: str) -> Result:
     return target(what, a.reserved_mib - b.reserved_mib, max(MAX_EXTRA_MIB, MAX_EXTRA_SHARE * b.reserved_mib))
 
 
-# -- 2. host
-
-
-def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
-    made = variants.some(COMPILE, COMPILE_GRAPH, GUARDS, OURS, OURS_BORROW, OURS_GRAPH)
-    figures = host_us(case, {name: v.call for name, v in made.items()}, variants.device, effort.host_steps)
-    guards = figures.get(GUARDS, {}).get("median_us")
-    limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs + (guards or 0.0)
-    targets = [
-        target(f"host: {name}, us", figures[name]["median_us"] if name in figures and guards is not None else None, limit,
-               _why(variants, name, GUARDS))
-        for name in (OURS_BORROW, OURS_GRAPH)
-    ]  # fmt: skip
-    return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards, "targets": targets}
-
-
 # -- 3. split
 
 
+def _parts(case: Case) -> list[int]:
+    return [n for n in SPLITS if next(iter(case.sets[0].values())).shape[0] >= n]
+
+
 def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
-    batch = next(iter(case.sets[0].values())).shape[0]
-    parts = [n for n in SPLITS if batch >= n]
+    parts = _parts(case)
     if not parts:
-        return {"note": f"a batch of {batch} cannot be split", "targets": []}
+        return {"note": "a batch of one row cannot be split", "targets": []}
     unsplit = variants.some(OURS, OURS_BORROW)
     split = variants.some(*(name for n in parts for name in SPLITS[n]), TWO_BATCH, TWO_BATCH_GRAPH)
     times = side_by_side(case, {name: v.call for name, v in (unsplit | split).items()}, variants.device, max(2, effort.num_rounds // 2))
@@ -144,20 +137,12 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
         for name, base in zip(names, (OURS, OURS_BORROW)):
             if name in times and base in times:
                 slowdown[f"{name} / {base}"] = ratio(times[name], times[base])
-    seen = {name: trace.copies_of(case, v.call, variants.device) for name, v in (unsplit | split).items()}
-    copies, targets = {}, []
-    for n in parts:
-        for name, base, launched in zip(SPLITS[n], (OURS, OURS_BORROW), (None, seen.get(SPLITS[n][0]))):
-            found = None
-            if name in split and base in unsplit:
-                found = copies[name] = trace.excess(seen[name], seen[base], n, launched)
-            targets.append(copies_target(name, found, _fallbacks(split.get(name)) or _why(variants, name, base)))
+    targets = []
     for name, num_streams in ((SPLITS[parts[0]][0], 0), (TWO_BATCH, 1)):
         targets.append(planned_target(name, split.get(name), num_streams))
     targets.append(_two_batch_target(variants, TWO_BATCH, OURS, "allocated_mib"))
     targets.append(_two_batch_target(variants, TWO_BATCH_GRAPH, OURS_BORROW, "reserved_mib"))
-    return {"repetitions": min(len(t.all) for t in times.values()), "variants": figures, "slowdown": slowdown, "copies": copies,
-            "targets": targets}  # fmt: skip
+    return {"repetitions": min(len(t.all) for t in times.values()), "variants": figures, "slowdown": slowdown, "targets": targets}
 
 
 def planned_target(name: str, variant: Variant | None, num_streams: int) -> Result:
@@ -168,6 +153,35 @@ def planned_target(name: str, variant: Variant | None, num_streams: int) -> Resu
     planned = df.stats(variant.call.fast).peak_bytes / 2**20 + num_streams * CUBLAS_WORKSPACE_MIB  # type: ignore[attr-defined]
     limit = max(MAX_EXTRA_MIB, MAX_EXTRA_SHARE * planned)
     return target(what, abs(variant.allocated_mib - planned), limit, f"planned {planned:.1f}, allocated {variant.allocated_mib:.1f}")
+
+
+# -- 4. trace
+
+
+def trace_section(case: Case, variants: Variants, effort: Effort) -> Result:
+    """What the profiler sees of a step. Behind all times of the process: once it has run, launches stay slower."""
+    parts = _parts(case)
+    unsplit = variants.some(OURS, OURS_BORROW)
+    split = variants.some(*(name for n in parts for name in SPLITS[n]))
+    seen = {name: trace.copies_of(case, v.call, variants.device) for name, v in (unsplit | split).items()}
+    copies, targets = {}, []
+    for n in parts:
+        for name, base, launched in zip(SPLITS[n], (OURS, OURS_BORROW), (None, seen.get(SPLITS[n][0]))):
+            found = None
+            if name in split and base in unsplit:
+                found = copies[name] = trace.excess(seen[name], seen[base], n, launched)
+            targets.append(copies_target(name, found, _fallbacks(split.get(name)) or _why(variants, name, base)))
+    if variants.is_cuda:
+        targets += [_launch_target(case, variants, name) for name in (OURS_BORROW, OURS_GRAPH)]
+    return {"repetitions": 1, "copies": copies, "targets": targets}
+
+
+def _launch_target(case: Case, variants: Variants, name: str) -> Result:
+    """One graph launch per step; none at all means that the plan was not recorded."""
+    variant = variants.get(name)
+    found = trace.copies_of(case, variant.call, variants.device).num_graph_launches if variant is not None else None
+    note = "" if found else _why(variants, name) or "no graph was launched"
+    return target(f"CUDA Graph launches per step: {name}", found or None, 1, note)
 
 
 def copies_target(name: str, found: Result | None, problem: str = "") -> Result:
@@ -200,14 +214,17 @@ def _two_batch_target(variants: Variants, name: str, base: str, which: str) -> R
     return target(what, ours / theirs, MAX_TWO_BATCH_MEMORY, _fallbacks(a))
 
 
-# -- 4. equal
+# -- 5. equal
 
 
 def equal_section(case: Case, variants: Variants, effort: Effort) -> Result:
-    """cuDNN's attention does not repeat bit-equal (the same call twice, on one stream, differs): it is off in this section."""
+    """cuDNN's attention does not repeat bit-equal (the same call twice, on one stream, differs): it is off in this section, and what
+    was recorded while it was on is made anew."""
     before = list(case.sets)
     is_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if variants.is_cuda:
+        variants = variants.anew()
     try:
         replays = _replays(case, variants, OURS_GRAPH, OURS, effort.replays, is_kept=True)
         graph, plain = SPLITS[2][1], SPLITS[2][0]
@@ -292,5 +309,5 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 SECTIONS: dict[str, Callable[[Case, Variants, Effort], Result]] = {
-    "time": time_section, "split": split_section, "host": host_section, "equal": equal_section,
+    "host": host_section, "time": time_section, "split": split_section, "trace": trace_section, "equal": equal_section,
 }  # fmt: skip

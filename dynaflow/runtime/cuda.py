@@ -3,9 +3,9 @@
 In the steady state that is the plan's generated function (`run`); a profiled call, or one with part contexts, goes through the
 instructions (`issue`).
 
-Values that cross streams live in the arena and in outputs, both allocated on the caller's stream before the first launch, or where
-their op put them, until their own stream is ordered behind all readers; the caller's stream continues after every side stream. So no
-tensor is freed while a stream uses it, and nothing calls `record_stream`.
+Values that cross streams live in the arena and in outputs, both allocated on the caller's stream, before the first launch or where
+streams that touch them wait for it; or where their op put them, until their own stream is ordered behind all readers; the caller's
+stream continues after every side stream. So no tensor is freed while a stream uses it, and nothing calls `record_stream`.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Body(Protocol):
 
     def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
 
-    def allocate(self) -> list[torch.Tensor]:
-        """Memory for the outputs."""
+    def prepare(self) -> list[torch.Tensor]:
+        """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
         ...
 
     # arguments that are changed in place
@@ -177,7 +177,7 @@ class Recording:
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
         # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
-        outputs = self.outputs = body.allocate()
+        outputs = self.outputs = body.prepare()
         if recorder is None:
             body(given, self._run_step, outputs)
             self._pieces.append(lambda: body(given, Recording._run_step, outputs))

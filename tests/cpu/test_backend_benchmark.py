@@ -41,7 +41,7 @@ def results():
         for name in (variants.COMPILE, variants.EAGER_SPLIT, variants.TWO_BATCH):  # they take long on a CPU
             made.missing[name] = "left out of this test"
         effort = Effort(num_rounds=2, host_steps=4, replays=5)
-        return {name: SECTIONS[name](case, made, effort) for name in ("split", "host", "equal")}
+        return {name: SECTIONS[name](case, made, effort) for name in ("split", "host", "trace", "equal")}
 
 
 def test_equal_section_finds_replays_equal_and_earlier_outputs_intact(results):
@@ -56,8 +56,11 @@ def test_host_section_measures_guards(results):
     assert host["targets"][1]["limit"] == pytest.approx(25 + 5 + host["guards_us"], abs=0.1)
 
 
-def test_split_section_counts_copies(results):
-    assert set(results["split"]["copies"]) >= {SPLITS[2][0], SPLITS[4][0]}
+def test_trace_section_counts_copies(results):
+    assert set(results["trace"]["copies"]) >= {SPLITS[2][0], SPLITS[4][0]}
+
+
+def test_split_section(results):
     assert results["split"]["slowdown"][f"{SPLITS[2][0]} / {OURS}"]["ratio"] > 0
     for t in results["split"]["targets"]:
         assert t["is_met"] == (t["value"] is not None and t["value"] <= t["limit"])

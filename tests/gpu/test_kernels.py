@@ -59,8 +59,8 @@ def branchy(dtype=torch.bfloat16):
     return Branchy().to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
-def image(rows=2, dtype=torch.bfloat16):
-    return torch.randn(rows, 8, 24, 24, device=DEVICE, dtype=dtype).to(memory_format=torch.channels_last)
+def image(rows=2, dtype=torch.bfloat16, size=24):
+    return torch.randn(rows, 8, size, size, device=DEVICE, dtype=dtype).to(memory_format=torch.channels_last)
 
 
 def adapted():
@@ -99,7 +99,7 @@ def test_kernels_run_side_by_side():
     """In the profiler's trace of a replay."""
     model = branchy().eval()
     fast = compiled(model)
-    x = image()
+    x = image(size=192)
     for _ in range(5):
         fast(x)
     torch.cuda.synchronize()

@@ -122,7 +122,7 @@ def test_random_flows_in_pieces(seed):
         inputs = case.inputs()
 
         class Body:
-            def allocate(self, bound=bound):
+            def prepare(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
