@@ -172,7 +172,8 @@ def compile(
     buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
                   "powers": powers of two. None: every size is recorded as it is
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
-    max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would
+    max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
+                  inputs included
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")

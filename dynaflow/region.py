@@ -242,7 +242,8 @@ class Case:
             candidates = [c for c in search(made.flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
             # the simulator is not the device: the best of each kind, not the best few, which are much alike
             kinds = {c.kind: c for c in reversed(candidates)}
-            bounds = {"one stream": serial} | self._within_memory(sorted(kinds.values(), key=lambda c: c.simulated_us), serial)
+            best_first = sorted(kinds.values(), key=lambda c: c.simulated_us)
+            bounds = {"one stream": serial} | self._within_memory(best_first, serial, _num_bytes(args))
             ways: dict[str, Boxed] = {"Inductor": self.region.plain}
             ways |= {name: Way(self, bound, device, is_trial=True) for name, bound in bounds.items()}
             rounds = dict(zip(ways, compare([partial(trial, way) for way in ways.values()], clock)))
@@ -258,11 +259,11 @@ class Case:
         disk.save(self._path(args), choice.dump())
         return choice
 
-    def _within_memory(self, candidates: Sequence[Candidate], serial: Bound) -> dict[str, Bound]:
-        """The first NUM_TRIED that hold no more than they may."""
+    def _within_memory(self, candidates: Sequence[Candidate], serial: Bound, given_bytes: int) -> dict[str, Bound]:
+        """The first NUM_TRIED that hold no more than they may, beside what they are given."""
         made, settings = self.kernels, self.region.settings
         assert made is not None
-        limit = serial.peak_bytes * settings.max_memory
+        limit = (serial.peak_bytes + given_bytes) * settings.max_memory - given_bytes
         found: dict[str, Bound] = {}
         for candidate in candidates:
             plan = place(made.flow, candidate.plan, made.allocated)
@@ -403,6 +404,12 @@ def _least(times: Mapping[str, float], num_streams: Mapping[str, int]) -> str:
 def _device(args: Sequence[Any]) -> torch.device:
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def _num_bytes(args: Sequence[Any]) -> int:
+    """What the arguments hold."""
+    storages = {s.data_ptr(): s.nbytes() for s in (a.untyped_storage() for a in args if isinstance(a, torch.Tensor))}
+    return sum(storages.values())
 
 
 def _has_other_ranks() -> bool:
