@@ -32,7 +32,7 @@ from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Op, Part, Plan, evaluate
 from dynaflow.memory import can_be_loose
-from dynaflow.ongoing import is_serialised, ongoing
+from dynaflow.ongoing import Ongoing, is_serialised, ongoing
 from dynaflow.partition import partition
 from dynaflow.planned import Fallback, Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
@@ -89,6 +89,8 @@ class CapturedGraph:
         # `with torch.enable_grad()` inside the model
         self._enables_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes)
         self._recordings: graphs.Recordings | None = None
+        # sizes whose plan is replayed, whatever the tags are
+        self._steady: dict[tuple[Any, ...], Bound] = {}
         self._is_analysed = False
         self.compiler: Inductor | None = None
         # tags that a plan looked at: others do not tell contexts apart
@@ -211,6 +213,8 @@ class CapturedGraph:
     # -- 2. calls
 
     def __call__(self, *args: Any) -> Any:
+        if self._steady and (results := self._replayed(args)) is not None:
+            return results
         settings, call = self.settings, ongoing.get()
         settings.count_call()
         if call is not None:
@@ -227,10 +231,7 @@ class CapturedGraph:
             self._ensure_analysed()
         result = self._planned(args)
         if call is not None and self.refusal is None:
-            # A later graph of the same call may take these as inputs, and be captured: it must know where the batch is.
-            for output, axis in zip(result, self._output_axes):
-                if isinstance(output, torch.Tensor):
-                    call.add(output, -1 if axis is None else axis)
+            self._tell(call, result)
         return result
 
     def _planned(self, args: Sequence[Any]) -> Any:
@@ -240,6 +241,7 @@ class CapturedGraph:
         bound = self._bound.get(self._key(sizes, tags))
         if bound is None:
             bound = self._prepare(sizes, tags, args)
+        is_counted = isinstance(bound, Fallback) and not bound.is_wanted
         if isinstance(bound, Fallback):
             self._note(bound)
             if is_profiling() and bound.error is None:
@@ -260,6 +262,8 @@ class CapturedGraph:
             if outputs is None and self._has_captured_aliases(args) and self._is_bound_aligned(args):
                 outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
             if outputs is not None:
+                if padded == sizes and self._plain_outputs is not None and not self._tags_read and not is_counted:
+                    self._steady[sizes] = wider
                 return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
         if not self._has_captured_aliases(args):
             return self._fall_back(_ALIASED, args, self.gm.forward)
@@ -269,6 +273,30 @@ class CapturedGraph:
             return self._fall_back(Fallback(str(error), error), args, self.gm.forward)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._hand_out(bound, sizes, args, self._issue(bound, aligned))
+
+    def _replayed(self, args: Sequence[Any]) -> Any:
+        """A call like one that was replayed before: nothing but what must happen anew. None where it is not."""
+        if is_serialised() or is_profiling():
+            return None
+        bound = self._steady.get(self.read_sizes(args))
+        outputs = self._recordings.replay(bound, list(args)) if bound is not None and self._recordings is not None else None
+        if outputs is None or bound is None:
+            return None
+        self.settings.count_replayed(bound.num_launches, bound.num_part_launches)
+        if self._changed:
+            torch._C._increment_version([args[i] for i in self._changed])  # see _hand_out
+        assert self._plain_outputs is not None
+        results = [outputs[i] for i in self._plain_outputs]
+        if (call := ongoing.get()) is not None:
+            call.num_graphs += 1
+            self._tell(call, results)
+        return results
+
+    def _tell(self, call: Ongoing, results: Sequence[Any]) -> None:
+        """A later graph of the same call may take these as inputs, and be captured: it must know where the batch is."""
+        for output, axis in zip(results, self._output_axes):
+            if isinstance(output, torch.Tensor):
+                call.add(output, -1 if axis is None else axis)
 
     def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | None:
         """The plan for sizes that a call is padded to; None where they cannot be planned."""
@@ -313,7 +341,9 @@ class CapturedGraph:
                         raise
                     bound = self._our_bug("planned", error)
                 if len(self._bound) >= MAX_BOUND:
-                    self._bound.pop(next(iter(self._bound)))
+                    oldest = next(iter(self._bound))
+                    self._bound.pop(oldest)
+                    self._steady.pop(oldest, None)
                 self._bound[self._key(sizes, tags)] = bound
             return bound
 
@@ -333,6 +363,8 @@ class CapturedGraph:
             self.plans.append(planned)
             read = [look.name.removeprefix("tag.") for look in planned.looks if look.name.startswith("tag.")]
             self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
+            if read:
+                self._steady.clear()
         if planned.binder is None:
             return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), self._as_one(sizes))
         bound = planned.binder.bind(numbers)
@@ -440,7 +472,7 @@ class CapturedGraph:
         self.settings.count_planned(bound.num_launches, bound.num_part_launches)
         if self._changed:
             # compiled code and recordings change tensors behind autograd's back; what was saved for a backward must be seen to be stale
-            torch.autograd.graph.increment_version([args[i] for i in self._changed if not args[i].is_inference()])
+            torch.autograd.graph.increment_version([args[i] for i in self._changed])
         if self._plain_outputs is not None:
             return [outputs[i] for i in self._plain_outputs]
         values = {name: args[i] for i, name in self._names}

@@ -116,6 +116,19 @@ class Settings:
             mine.num_part_launches += num_part_launches
             total.num_part_launches += num_part_launches
 
+    def count_replayed(self, num_launches: int, num_part_launches: int) -> None:
+        """A call, and a planned one."""
+        mine, total = self.stats, TOTAL
+        with _counting:
+            mine.calls += 1
+            total.calls += 1
+            mine.planned_calls += 1
+            total.planned_calls += 1
+            mine.num_launches += num_launches
+            total.num_launches += num_launches
+            mine.num_part_launches += num_part_launches
+            total.num_part_launches += num_part_launches
+
     def count_fallback(self, reason: str) -> bool:
         """Returns whether it is the first of its kind."""
         with _counting:

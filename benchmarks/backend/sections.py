@@ -109,12 +109,15 @@ def _memory(variant: Variant | None) -> Result:
 
 
 def _memory_target(variants: Variants, ours: str, theirs: str) -> Result:
-    """Reserved memory: what a graph's pool holds is allocated to nobody."""
+    """With graphs: reserved memory, for what a graph's pool holds is allocated to nobody. Without: allocated memory, for what is
+    reserved beyond it is chance."""
     a, b = variants.get(ours), variants.get(theirs)
     what = f"peak memory: {ours} - {theirs}, MiB"
-    if a is None or b is None or a.reserved_mib is None or b.reserved_mib is None:
+    which = "reserved_mib" if theirs == COMPILE_GRAPH else "allocated_mib"
+    mine, other = (getattr(v, which) if v is not None else None for v in (a, b))
+    if mine is None or other is None:
         return target(what, None, MAX_EXTRA_MIB, _why(variants, ours, theirs) or "no CUDA")
-    return target(what, a.reserved_mib - b.reserved_mib, max(MAX_EXTRA_MIB, MAX_EXTRA_SHARE * b.reserved_mib))
+    return target(what, mine - other, max(MAX_EXTRA_MIB, MAX_EXTRA_SHARE * other))
 
 
 # -- 3. split
@@ -226,18 +229,18 @@ def equal_section(case: Case, variants: Variants, effort: Effort) -> Result:
     if variants.is_cuda:
         variants = variants.anew()
     try:
-        replays = _replays(case, variants, OURS_GRAPH, OURS, effort.replays, is_kept=True)
+        replays = _replays(case, variants, OURS_GRAPH, effort.replays, is_kept=True)
         graph, plain = SPLITS[2][1], SPLITS[2][0]
         can_split = next(iter(before[0].values())).shape[0] >= 2
-        split = _replays(case, variants, graph, plain, max(5, effort.replays // 10)) if can_split else None
-        eager = _replays(case, variants, EAGER_SPLIT, EAGER_SPLIT, 5) if can_split else None
+        split = _replays(case, variants, graph, max(5, effort.replays // 10)) if can_split else None
+        eager = _replays(case, variants, EAGER_SPLIT, 5) if can_split else None
         errors = _errors(case, variants, (COMPILE, OURS, OURS_GRAPH, *((plain, graph, EAGER_SPLIT) if can_split else ())))
     finally:
         case.sets = before
         torch.backends.cuda.enable_cudnn_sdp(is_cudnn)
     ours = [error for name, error in errors.items() if name != COMPILE]
     targets = [
-        target(f"replays of {OURS_GRAPH} that differ from {OURS}", replays.get("different"), 0, replays["note"]),
+        target(f"replays of {OURS_GRAPH} that differ from the serialised plan", replays.get("different"), 0, replays["note"]),
         target("earlier outputs that did not stay as they were", replays.get("overwritten"), 0, replays["note"]),
         target("error, in units of eager's own", max(ours, default=None), MAX_ERROR_RATIO),
     ]
@@ -250,34 +253,34 @@ def equal_section(case: Case, variants: Variants, effort: Effort) -> Result:
             "eager ops": eager, "error_ratio": errors, "targets": targets}  # fmt: skip
 
 
-def _replays(case: Case, variants: Variants, graph: str, plain: str, count: int, is_kept: bool = False) -> Result:
-    """New inputs in every replay, each compared bit for bit with the plan launch by launch, caches included."""
-    made = variants.some(graph, plain)
-    if len(made) < len({graph, plain}):
-        return {"note": _why(variants, graph, plain)}
-    fast = made[plain].call.fast  # type: ignore[attr-defined]
+def _replays(case: Case, variants: Variants, name: str, count: int, is_kept: bool = False) -> Result:
+    """New inputs in every call, each compared bit for bit with the same compiled plan launch by launch on one stream, caches included."""
+    made = variants.get(name)
+    if made is None:
+        return {"note": _why(variants, name)}
+    fast = made.call.fast  # type: ignore[attr-defined]
     chosen = set(random.Random(0).sample(range(count), min(NUM_KEPT, count))) if is_kept else set()
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
     different, worst = 0, 0.0
     for number in range(count):
         case.sets = [case.fresh()]
         case.reset()
-        got = case.outputs(made[graph].call(0))
+        got = case.outputs(made.call(0))
         mine = case.changed()
         if number in chosen:
             kept.append((got, [t.clone() for t in got]))
         if not is_kept:  # borrowed: the next call may overwrite it
             got = [t.clone() for t in got]
         case.reset()
-        want = case.outputs(made[plain].call(0) if is_kept else df.run_serialised(fast, **case.args(0)))
+        want = case.outputs(df.run_serialised(fast, **case.args(0)))
         if not all(map(torch.equal, (*got, *mine), (*want, *case.changed()))):
             different += 1
             worst = max(worst, *(_distance(a, b) for a, b in zip(got, want)))
     overwritten = sum(not all(map(torch.equal, now, then)) for now, then in kept)
     note = f"largest relative distance {worst:.1e}" if different else ""
-    problem = _fallbacks(made[graph]) if not is_kept else ""
-    if not problem and variants.is_cuda and graph != plain:
-        launches = trace.copies_of(case, made[graph].call, variants.device).num_graph_launches
+    problem = _fallbacks(made) if not is_kept else ""
+    if not problem and variants.is_cuda and name != EAGER_SPLIT:
+        launches = trace.copies_of(case, made.call, variants.device).num_graph_launches
         problem = "" if launches else "no CUDA Graph was launched"
     if problem:  # equal to itself: that shows nothing
         return {"count": count, "note": problem}

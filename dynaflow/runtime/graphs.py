@@ -69,6 +69,10 @@ class Recorder(Protocol):
     def abort(self) -> None: ...
 
 
+# what torch.cuda's own functions come down to; only CUDA builds have them
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 _capture_streams: dict[int, torch.cuda.Stream] = {}
 
 
@@ -141,7 +145,7 @@ class Pool:
         self.handle: Any = None
         self._keeper: Any = None
         self._last_stream: Any = None
-        self._last_raw: int | None = None
+        self.last_raw: int | None = None
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
         """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
@@ -161,13 +165,13 @@ class Pool:
         """This replay comes after the last one, whatever stream that was on."""
         if device.type != "cuda":
             return
-        raw = torch._C._cuda_getCurrentRawStream(device.index or 0)
-        if raw == self._last_raw:
+        raw = _raw_stream(device.index or 0)
+        if raw == self.last_raw:
             return
         stream = torch.cuda.current_stream(device)
         if self._last_stream is not None:
             stream.wait_stream(self._last_stream)
-        self._last_stream, self._last_raw = stream, raw
+        self._last_stream, self.last_raw = stream, raw
 
 
 class Recording:
@@ -190,7 +194,11 @@ class Recording:
                 recorder.abort()
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
-        self._addresses = {output.untyped_storage().data_ptr() for output in outputs}
+        # storages of the outputs (address, device, bytes), and per output which it lies in, and how
+        memory = [(m.data_ptr(), m.device, m.nbytes()) for m in (output.untyped_storage() for output in outputs)]
+        self._memory = list(dict.fromkeys(memory))
+        self._lies = [(self._memory.index(m), _lie(output)) for m, output in zip(memory, outputs)]
+        self._addresses = {address for address, _, _ in self._memory}
         _homes.update(self._addresses)
         # weak references to the storages that were handed out last
         self._lent: list[int] = []
@@ -232,17 +240,9 @@ class Recording:
 
         (Our own storages are referred to by others than the caller, such as steps between recordings: their count would not tell.)
         """
-        storages: dict[int, Any] = {}
-        tensors = []
-        for output in self.outputs:
-            memory = output.untyped_storage()
-            if memory._cdata not in storages:
-                lent: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), output.device, memory.nbytes())
-                storages[memory._cdata] = lent
-                self._lent.append(lent._weak_ref())
-            empty = torch.empty(0, dtype=output.dtype, device=output.device)
-            tensors.append(empty.set_(storages[memory._cdata], output.storage_offset(), output.shape, output.stride()))
-        return tensors
+        storages = [_storage_at(address, device, nbytes) for address, device, nbytes in self._memory]
+        self._lent += [storage._weak_ref() for storage in storages]
+        return [_tensor_over(storages[i], lie) for i, lie in self._lies]
 
     def __del__(self) -> None:
         """The memory of outputs that somebody has outlives the recording."""
@@ -252,6 +252,24 @@ class Recording:
                 del _homes[address]
         if getattr(self, "_lent", None) and not self.is_free():
             _outlived[next(_numbers)] = (self.outputs, self._lent)
+
+
+# a storage over memory that is somebody else's
+_storage_at: Any = torch._C._construct_storage_from_data_pointer
+# a tensor from how it lies in a storage, in one step, where this build has it
+_construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
+
+
+def _lie(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"size": tensor.shape, "stride": tensor.stride(), "storage_offset": tensor.storage_offset(), "dtype": tensor.dtype,
+            "device": tensor.device}  # fmt: skip
+
+
+def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
+    if _construct is not None and lie["device"].type == "cuda":
+        return _construct(lie, storage)  # type: ignore[no-any-return]
+    empty = torch.empty(0, dtype=lie["dtype"], device=lie["device"])
+    return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
 
 
 # addresses of the outputs of recordings
@@ -315,12 +333,14 @@ class Slots:
             self._table: list[Any] = [None] * len(args)
             for i, address in zip(self._fixed, self._addresses):
                 self._table[i] = address
-        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._each = [(self.slots[i], i, rows) for i, rows in copied.items()]
 
     def fits(self, args: list[Any]) -> bool:
         """Whether everything that is not copied is where it was, and nothing that is copied shares memory with what is changed."""
-        if self._changed and any(args[i].untyped_storage().data_ptr() in self._changed for i in self._copied):
-            return False
+        if self._changed:
+            for i in self._copied:
+                if args[i].untyped_storage().data_ptr() in self._changed:
+                    return False
         if _same_addresses is not None:
             return bool(_same_addresses(args, self._table, self._fixed))
         return same_addresses(args, self._addresses, self._fixed)
@@ -330,15 +350,10 @@ class Slots:
         return [self.slots.get(i, arg) for i, arg in enumerate(args)]
 
     def fill(self, args: Sequence[Any]) -> None:
-        key = tuple([args[i].shape[rows[0]] for i, rows in self._copied.items() if rows is not None])
-        views = self._views.get(key)
-        if views is None:
-            views = self._views[key] = [
-                self.slots[i] if rows is None else self.slots[i].narrow(rows[0], 0, args[i].shape[rows[0]])
-                for i, rows in self._copied.items()
-            ]
-        for view, i in zip(views, self._copied):
-            view.copy_(args[i], non_blocking=True)
+        for slot, i, rows in self._each:
+            if rows is not None and args[i].shape[rows[0]] != rows[1]:
+                slot = slot.narrow(rows[0], 0, args[i].shape[rows[0]])
+            slot.copy_(args[i], True)
 
 
 def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
@@ -379,7 +394,7 @@ class Recordings:
     """The recordings of one captured graph. What stands for given sizes and a given plan (`key`) may go; it is not kept alive."""
 
     def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
-        self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
+        self._name, self._device, self._pool, self._borrow, self._index = name, device, pool, borrow, device.index or 0
         self._is_cuda = device.type == "cuda"
         self._seen: WeakSet[Any] = WeakSet()
         self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -387,13 +402,29 @@ class Recordings:
         self._num_wasted = 0
 
     def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
-        """The outputs, if something is recorded that fits."""
-        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+        """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
+        if self._is_cuda and _is_capturing():
             return None  # inside the caller's own recording
         bucket = self._kept.get(key)
         if bucket is None or not bucket.slots.fits(args):
             return None
-        return self._run(key, bucket, args)
+        pool, borrow = self._pool, self._borrow
+        with pool.lock:
+            for recording in bucket.recordings[:MAX_ROTATION]:
+                if borrow or _are_gone(recording._lent):
+                    break
+            else:
+                return self._run(key, bucket, args)
+            if self._is_cuda and _raw_stream(self._index) != pool.last_raw:
+                pool.enter(self._device)
+            if len(self._kept) > 1:
+                self._kept.move_to_end(key)
+            if _outlived:
+                _let_go()
+            bucket.slots.fill(args)
+            recording.replay()
+            bucket.num_replays += 1
+            return [o.detach() for o in recording.outputs] if borrow else recording.lend()
 
     def record(
         self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
@@ -402,7 +433,7 @@ class Recordings:
 
         `key` stands for all that the body depends on besides its tensors; `copied` says which arguments get slots.
         """
-        if self._is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+        if self._is_cuda and _is_capturing():
             return None
         with self._pool.lock:
             if key not in self._seen or self._failures.get(key, 0) >= MAX_FAILURES:
