@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import platform
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,16 @@ def failed(section: str, error: Exception) -> Result:
     """What stands in the file for something that could not be measured."""
     text = f"{type(error).__name__}: {str(error).strip()[:400]}"
     return {"note": text, "targets": [target(f"{section} could be measured", None, 0, text)]}
+
+
+def command(suite: str, words: Sequence[str]) -> str:
+    """How a shard was made: what it was asked to measure, not where it put the figures nor how long it might take."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in ("--json", "--limit-s", "--timelines"):
+            kept.append(shlex.quote(word))
+        skip = word in ("--json", "--limit-s", "--timelines")
+    return f"python -m benchmarks.{suite} {' '.join(kept)}"
 
 
 def stamped(row: str, section: str, config: Result, found: Result, made_by: str, device: str) -> Result:

@@ -33,7 +33,7 @@ from benchmarks.backend.models import ROWS, Row, select
 from benchmarks.backend.plot import plot
 from benchmarks.backend.sections import SECTIONS, Effort
 from benchmarks.backend.variants import Variants
-from benchmarks.store import Result, failed, load, publish, stamped
+from benchmarks.store import Result, command, failed, load, publish, stamped
 
 # rows of section `first`, where --rows does not say: each costs six processes
 FIRST_ROWS = "llama decode b=16,resnet50*"
@@ -61,7 +61,7 @@ class Suite:
         self.began = time.perf_counter()
         self.effort = Effort(args.rounds, args.host_steps, args.replays)
         self.options: dict[str, Any] = {} if args.compiler == "auto" else {"compiler": args.compiler}
-        self.made_by = "python -m benchmarks.backend " + " ".join(sys.argv[1:])
+        self.made_by = command("backend", sys.argv[1:])
         self.done: list[Result] = []
         self.not_run: list[str] = []
 

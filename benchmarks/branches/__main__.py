@@ -33,7 +33,7 @@ from benchmarks.branches import child, report, runner
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
 from benchmarks.branches.variants import COMPILE, OURS, Variants
-from benchmarks.store import failed, load, publish, stamped
+from benchmarks.store import command, failed, load, publish, stamped
 
 PHASES = ("warm", "tune", "time", "first")
 # rows of phase `first`, where --rows does not say: each costs four processes
@@ -60,7 +60,7 @@ class Suite:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.began = time.perf_counter()
-        self.made_by = "python -m benchmarks.branches " + " ".join(sys.argv[1:])
+        self.made_by = command("branches", sys.argv[1:])
         self.not_run: list[str] = []
         self.bad: list[str] = []
 

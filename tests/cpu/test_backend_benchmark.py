@@ -16,7 +16,7 @@ from benchmarks.backend.models import ROWS, select
 from benchmarks.backend.sections import SECTIONS, Effort, copies_target
 from benchmarks.backend.variants import OURS, SPLITS, Variants, df_compile
 from benchmarks.measure import Times, ratio
-from benchmarks.store import load, stamped, target
+from benchmarks.store import command, load, stamped, target
 
 ROOT = Path(__file__).parents[2]
 FORM = {"row", "section", "config", "repetitions", "ours", "baselines", "against", "speedup", "equal", "emulated", "note", "targets",
@@ -190,3 +190,8 @@ def test_bytes_of_copies_in_a_trace():
     ]  # fmt: skip
     found = trace.read(events, is_cuda=True)
     assert found.bytes == {trace.MEMCPY: 64, trace.CAT: 64} and found.unsized == {"triton copy: triton_poi_fused_cat": 1}
+
+
+def test_a_row_says_how_it_was_made_and_not_where():
+    words = ["--rows", "llama decode b=16,resnet*", "--json", "somewhere/b.json", "--limit-s", "300", "--rounds", "12"]
+    assert command("backend", words) == "python -m benchmarks.backend --rows 'llama decode b=16,resnet*' --rounds 12"
