@@ -9,8 +9,9 @@ from dynaflow.errors import DynaFlowError, PlanRefused, StrategyError
 from dynaflow.explain import explain
 from dynaflow.ir import Flow, Op, Part, Plan
 from dynaflow.memory import place
+from dynaflow.offload import offload, onload
 from dynaflow.runtime.lanes import profile
-from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategies import Branches, NanoBatch, Offload, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify
@@ -18,7 +19,7 @@ from dynaflow.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
-    "Branches", "DynaFlowError", "Flow", "NanoBatch", "Op", "Part", "Plan", "PlanRefused", "Sequential", "SplitFunc", "SplitModule",
-    "Strategy", "StrategyError", "TwoBatch", "check", "compile", "context", "explain", "mark", "place", "profile",
-    "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "verify",
+    "Branches", "DynaFlowError", "Flow", "NanoBatch", "Offload", "Op", "Part", "Plan", "PlanRefused", "Sequential", "SplitFunc",
+    "SplitModule", "Strategy", "StrategyError", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload", "place",
+    "profile", "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "verify",
 ]  # fmt: skip

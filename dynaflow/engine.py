@@ -417,7 +417,7 @@ class CapturedGraph:
         assert self.compiler is not None
         # one that must stay between recordings would keep the whole unit there
         is_between = self._recordings is not None and bool(why_between(op, self.built, self.device))
-        return self.compiler.can_fuse(op.name) and not is_between
+        return self.compiler.can_fuse(op.name) and not is_between and self.program.units[op.name].into is None
 
     def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
         if self.settings.runtime.startswith("fake"):

@@ -25,6 +25,7 @@ from torch import fx
 from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule
 from dynaflow.batching import Facts
 from dynaflow.errors import OptionError, PartitionError
+from dynaflow.offload import FETCH
 from dynaflow.sources import Sources, clean_name
 
 # A matrix product is large when it is at least this share of the graph's multiply-accumulates.
@@ -181,7 +182,8 @@ def _module_rules(path: list[tuple[str, Any]], rules: list[Rule]) -> list[tuple[
 
 
 def is_large(info: Any, total_macs: int) -> bool:
-    return info.macs > LARGE_SHARE * total_macs or any(_is_collective(c) or any(a in c for a in ATTENTION) for c in info.calls)
+    is_alone = any(c == FETCH or _is_collective(c) or any(a in c for a in ATTENTION) for c in info.calls)
+    return info.macs > LARGE_SHARE * total_macs or is_alone
 
 
 def _is_collective(call: str) -> bool:
@@ -190,6 +192,8 @@ def _is_collective(call: str) -> bool:
 
 def _anchor_name(calls: tuple[str, ...], module: str) -> str:
     for call in calls:
+        if call == FETCH:
+            return re.sub(r"[.]parametrizations[.](\w+)[.]\d+$", r".\1", module) + ".fetch"
         if "scaled_dot_product" in call:
             return f"{module}.sdpa".strip(".")
         if _is_collective(call) or any(a in call for a in ATTENTION):

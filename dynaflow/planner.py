@@ -24,7 +24,7 @@ from typing import Any, Callable, Iterable, Sequence
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost, Costs, check_costs, heights_us
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, evaluate, tiles
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, covers, equal_parts, evaluate, tiles
 from dynaflow.text import NAME
 
 # A strategy that looks this often without executing anything will not get anywhere.
@@ -208,17 +208,22 @@ class Planner:
 
     # -- 3. execute
 
-    def execute(self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None) -> None:
+    def execute(
+        self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None,
+        after: Sequence[ReadyOp] = (),
+    ) -> None:  # fmt: skip
         """Launch one ready op; or one op over several adjacent parts; or `replace`, one function, in the place of several.
 
         `replace` gets the group's external inputs in order of first use and returns its external outputs in order.
+        `after`: executed ops that this one must wait for, though it uses nothing of theirs: so that it can have their memory.
         """
         where = self._where(sys._getframe(1))
+        behind = self._executed(after, where) if after else ()
         if stream not in self._streams:
             self._declare(stream, 0, None, where, is_use=True)
         if type(ready) is ReadyOp and replace is None:
             self._finish(ready, (ready,), where)
-            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where))
+            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where, behind))
             return
         group = (ready,) if isinstance(ready, ReadyOp) else tuple(ready)
         for item in group:
@@ -235,12 +240,23 @@ class Planner:
                 self._check_replacement(replace, calls, where)
             for item in group:
                 self._finish(item, group, where)
-            self._launches.append(Launch(calls, stream, name, where))
+            self._launches.append(Launch(calls, stream, name, where, behind))
             return
         part = self._joined(group, where)
         for item in group:
             self._finish(item, group, where)
-        self._launches.append(Launch(((group[0].name, part),), stream, "", where))
+        self._launches.append(Launch(((group[0].name, part),), stream, "", where, behind))
+
+    def _executed(self, items: Sequence[ReadyOp], where: str) -> tuple[tuple[str, Part], ...]:
+        """The launched calls that hold these items."""
+        launched = {op: [part for launch in self._launches for name, part in launch.calls if name == op] for op in {i.name for i in items}}
+        found = []
+        for item in items:
+            if item._planner is not self or not self._done[item._item]:
+                raise errors.StrategyError(
+                    f"flow.execute got after='{item}', which is not executed.", where=where, fix="name ops that were executed before")
+            found += [(item.name, part) for part in launched[item.name] if covers((part,), item.part)]
+        return tuple(found)
 
     def _finish(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> None:
         i = item._item

@@ -58,6 +58,8 @@ def why_between(op: Op, built: Built, device: torch.device) -> str:
     if why := why_unrecordable(built.calls[op.name]):
         return why
     program = built.program
+    if program.units[op.name].into is not None:
+        return ""  # a copy from where the caller's weights lie is recorded like a kernel that reads them
     return "it touches memory of the host, or of another device" if touches_host(program.flow, op, program.layouts, device) else ""
 
 

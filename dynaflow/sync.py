@@ -5,7 +5,7 @@ waits, every stream starts after the caller's and the caller's continues after e
 
 1. Rows: the plan's part boundaries cut the batch into segments; an access by rows touches the segments of its part.
 2. Walk the launches in host order. Per storage and segment, remember the last writer and the readers since.
-3. What a launch must wait for is, per other stream, one launch: the latest that it conflicts with.
+3. What a launch must wait for is, per other stream, one launch: the latest that it conflicts with, or is to come after.
 4. Drop what this stream already waited for, and what another of these launches itself waited for (vector clocks).
 5. The rest become waits; each awaited launch records one event right behind it.
 6. The caller's stream joins the streams in the same way.
@@ -39,6 +39,7 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
     readers: dict[int, list[tuple[int, int]]] = {}
     waits: list[list[tuple[int, int]]] = []  # per launch, and once more for the end: (stream, position) to wait for
     awaited: set[tuple[int, int]] = set()
+    launched: dict[tuple[str, Part], tuple[int, int]] = {}
     nothing: list[tuple[int, int]] = []
 
     def settle(s: int, need: dict[int, int]) -> list[tuple[int, int]]:
@@ -82,6 +83,11 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
                         readers[key].append(me)
                     else:
                         readers[key] = [me]
+        for call in launch.after:
+            t, p = launched[call]
+            if t != s and mine[t] <= p and need.get(t, -1) < p:
+                need[t] = p
+        launched.update(dict.fromkeys(launch.calls, me))
         waits.append(settle(s, need) if need else nothing)
         length[s] += 1
         mine[s] = length[s]

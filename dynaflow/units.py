@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dynaflow.batching import Facts
 from dynaflow.errors import PartitionError
 from dynaflow.ir import SIZE_FUNCTIONS, Flow, Op, Value
+from dynaflow.offload import FETCH, fetch_into
 from dynaflow.runtime.program import Expr, Layout, Program, Unit
 from dynaflow.sources import ENTER, EXIT, ITEM, Key, Sources, Unplannable, clean_name, expression, hint, leaves, symbols_in
 
@@ -213,7 +214,8 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         exported = [unit.export(key) for key in made[group.name]]
         fn = unit.finish(gm, exported, group.name)
         fresh = frozenset(names[k] for k in made[group.name] if sources.is_fresh(k[0]))
-        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]), fresh, (group.name,))
+        into = fetch_into if [facts.nodes[n].calls for n in group.nodes] == [(FETCH,)] else None
+        units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]), fresh, (group.name,), into)
     epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
     records = [values.record(key) for key in names]
     outputs = tuple(names[key] for key in epilogue.values)
@@ -402,6 +404,8 @@ def _op(
 def _kind(nodes: Sequence[fx.Node], infos: Sequence[Any], facts: Facts) -> str:
     if any(token.startswith("group:") for info in infos for token in info.uses):
         return "network"
+    if any(FETCH in info.calls for info in infos):
+        return "copy"
     if any(info.macs or any("attention" in call for call in info.calls) for info in infos):
         return "compute"
     devices = {x.device for n in nodes for a in (n, *n.all_input_nodes) for x in leaves(facts.fake[a]) if isinstance(x, torch.Tensor)}

@@ -323,6 +323,9 @@ class _Binding:
     def _make_entry(self, work: _Work, part: Part) -> Entry:
         binder = self._binder
         compiler = binder.program.compiler
+        if (into := work.unit.into) is not None:
+            num_args = len(work.args)
+            return Entry(lambda args: (into(*args), args[num_args:])[1], ("",) * len(work.outs))
         if compiler is not None and work.is_compiled:
             lo, hi = part.bounds(self._batch_size)
             entry = compiler.entry(work.unit, {**self._sizes, **dict.fromkeys(binder.flow.batch, hi - lo)})

@@ -35,6 +35,8 @@ class Unit:
     fresh: frozenset[str] = frozenset()
     # the flow's ops that it is made of
     ops: tuple[str, ...] = ()
+    # the same as a function that takes `args`, then a destination for each out, and writes there
+    into: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
