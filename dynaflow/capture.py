@@ -313,7 +313,7 @@ class Compiled:
         if self._graph.inspects:
             return True
         settings = self.settings
-        if settings.has_kernels or (isinstance(settings.strategy, Sequential) and settings.buckets is None):
+        if settings.partition == "kernels" or (isinstance(settings.strategy, Sequential) and settings.buckets is None):
             return False
         owner = getattr(self.model, "__self__", self.model)
         parameters = owner.parameters() if isinstance(owner, torch.nn.Module) else ()

@@ -108,7 +108,7 @@ class CapturedGraph:
         is_grad = torch.is_grad_enabled() or self._enables_grad
         self._needs_grad = is_grad and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         # nothing is to be planned
-        self.has_kernels = settings.has_kernels and not self.inspects
+        self.has_kernels = settings.has_kernels(self.device) and not self.inspects
         self.is_whole = self.has_kernels or (
             isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects)
         # what Inductor compiled of it, under plans of the kernels
@@ -226,7 +226,7 @@ class CapturedGraph:
                 self._note(_NEEDS_GRAD)
             return self._whole(*args)
         if self.is_whole:
-            if self.has_kernels or not is_profiling():
+            if settings.partition == "kernels" or not is_profiling():
                 return self._whole(*args)
             self._ensure_analysed()
         result = self._planned(args)

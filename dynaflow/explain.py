@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Mapping, Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
@@ -236,6 +237,13 @@ def read_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
+def _device_of(model: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.device:
+    """CUDA, if anything that the call touches is there."""
+    leaves = [*pytree.tree_leaves(given), *(model.parameters() if isinstance(model, torch.nn.Module) else ())]
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
 def explain(
     model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None,
     compiler: str = "auto", runtime: str = "auto", buckets: str | Sequence[int] | None = None,
@@ -245,13 +253,14 @@ def explain(
     strategy are raised. The model's Python code runs once, on the given inputs; tensors that it changes (inputs, parameters, buffers)
     and the random state are put back.
 
-    Where ops are the kernels that Inductor makes (partition="kernels") it says per region what was chosen and why,
-    with the times that were measured; the model is called twice for that.
+    Where ops are the kernels that Inductor makes (partition="kernels", or CUDA and nothing else asked for) it says per region what was
+    chosen and why, with the times that were measured; the model is called twice for that.
 
     `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `runtime` and `buckets` are df.compile's:
     what Inductor compiles is compiled for this, and kept for df.compile.
     """
     options = {"strategy": strategy, "partition": partition, "batch": batch, "compiler": compiler, "runtime": runtime, "buckets": buckets}
     given = read_inputs(inputs)
-    graphs = inspected(model, given, InspectedRegions if read_settings(**options).has_kernels else InspectedGraph, **options)
+    has_kernels = read_settings(**options).has_kernels(_device_of(model, given))
+    graphs = inspected(model, given, InspectedRegions if has_kernels else InspectedGraph, **options)
     return Explanation(tuple(e for g in graphs for e in g.explained))

@@ -66,6 +66,17 @@ def search(
     return sorted(found.values(), key=lambda c: (round(c.simulated_us, 3), c.num_streams))
 
 
+def neighbours(flow: Flow, costs: Costs, candidate: Candidate, count: int, device: Device | None = None) -> list[Candidate]:
+    """Up to `count` other plans of the candidate's strategy, for costs that are a little off: other orders of ops that are nearly as
+    urgent. They are not ranked: where costs were wrong, a plan that seems slower is faster."""
+    found = {candidate.plan: candidate}
+    for noise in range(NUM_NOISY + 1, NUM_NOISY + 1 + count):
+        made = synchronise(flow, plan(flow, candidate.strategy, costs=noisy(costs, noise)))
+        if made not in found:
+            found[made] = Candidate(made, candidate.strategy, noise, simulate(flow, made, costs, device).total_us)
+    return list(found.values())[1:]
+
+
 def settings(max_streams: int, device: Device | None = None) -> Iterator[tuple[Strategy, int]]:
     """(strategy, noise), plain ones first: of equal plans the first is kept."""
     for num_streams in (n for n in NUM_STREAMS if n <= max_streams):

@@ -15,6 +15,7 @@ from dynaflow import strategies
 from dynaflow.annotate import Rule
 from dynaflow.errors import OptionError
 from dynaflow.runtime.graphs import Pool
+from dynaflow.strategies import Auto
 from dynaflow.strategy import Strategy
 
 _NAMED: dict[str, type[Strategy]] = {
@@ -82,13 +83,14 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        is_asked = self.compiler == "inductor" or self.has_kernels
+        is_asked = self.compiler == "inductor" or self.has_kernels(device)
         return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the ops to be planned are the kernels that Inductor makes of the graph."""
-        return self.partition == "kernels"
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether the ops to be planned are the kernels that Inductor makes of the graph: where that is asked for, and on CUDA where
+        nothing is."""
+        is_open = self.partition == "auto" and self.runtime == "auto" and self.compiler != "eager" and isinstance(self.strategy, Auto)
+        return self.partition == "kernels" or (is_open and device.type == "cuda" and has_triton())
 
     def count(self, **amounts: int) -> None:
         with _counting:
@@ -143,7 +145,7 @@ class Settings:
 
 def read_strategy(strategy: Any) -> Strategy:
     if strategy is None or strategy == "auto":
-        return strategies.Auto()
+        return Auto()
     if isinstance(strategy, str):
         if strategy not in _NAMED:
             raise OptionError(f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))} or a df.Strategy")
@@ -168,7 +170,7 @@ def read_settings(**options: Any) -> Settings:
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:
         raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
-    if settings.has_kernels and settings.compiler == "eager":
+    if settings.partition == "kernels" and settings.compiler == "eager":
         raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
     if isinstance(settings.max_memory, bool) or not isinstance(settings.max_memory, (int, float)) or settings.max_memory < 1:
         raise OptionError(f"max_memory={settings.max_memory!r} is no factor.", fix="give a number from 1 up, such as 1.25")

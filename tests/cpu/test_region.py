@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
-from dynaflow import measure, region
+from dynaflow import measure, region, trials
 from dynaflow.errors import FellBack, OptionError
 from dynaflow.ongoing import serialised
+from dynaflow.runtime import graphs
+from dynaflow.settings import Settings, read_settings
 
 ORDERS = ("fake:issue", "fake:lazy", "fake:greedy", "fake:3", "threads", "serial", "graph")
 
@@ -121,7 +123,7 @@ def test_outputs_that_are_held_stay_as_they_are():
 def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
     """As a saved tensor whose memory the backward reuses: it comes at the addresses of the forward's few recordings, in turns."""
     caches = [torch.zeros(6, 6), torch.zeros(6, 6)]
-    monkeypatch.setattr(region.graphs, "is_lent", lambda t: any(t.data_ptr() == c.data_ptr() for c in caches))
+    monkeypatch.setattr(graphs, "is_lent", lambda t: any(t.data_ptr() == c.data_ptr() for c in caches))
 
     def change(x, cache):
         cache.add_(x @ x)
@@ -287,8 +289,31 @@ def times(monkeypatch):
         found["has winner"] = min(us) < 0.98 * us[0]
         return [[t] * 7 for t in us]
 
-    monkeypatch.setattr(region, "compare", fake_compare)
+    monkeypatch.setattr(trials, "compare", fake_compare)
+    monkeypatch.setattr(trials, "NUM_NEIGHBOURS", 0)
     return found
+
+
+def test_neighbours_of_the_best_are_tried(times, monkeypatch):
+    """Of three rounds, the second is of the winner's neighbours: one of them wins, and is kept if it wins again."""
+    monkeypatch.setattr(trials, "NUM_NEIGHBOURS", 4)
+    seen, before = [], set(region.living)
+
+    def fake_compare(ways, clock):
+        for way in ways:
+            way()
+        seen.append(len(ways))
+        us = ([100.0, 90.0, *[50.0] * (len(ways) - 2)], [40.0] * len(ways), [40.0, 100.0])[len(seen) - 1]
+        return [[t] * 7 for t in us]
+
+    monkeypatch.setattr(trials, "compare", fake_compare)
+    fast = compiled(Branchy().eval(), "auto", "auto")
+    with torch.no_grad():
+        for _ in range(3):
+            fast(image())
+    (choice,) = [c.choice for r in set(region.living) - before for c in r.cases.values()]
+    assert len(seen) == 3 and seen[2] == 2 and min(choice.times_us.values()) == 40.0 and choice.plan
+    assert any("noise" in name for name in choice.times_us)
 
 
 def test_the_fastest_is_kept(times, caplog):
@@ -322,7 +347,7 @@ def test_a_choice_is_remembered(times, monkeypatch, tmp_path):
     model = Towers()
     wanted = call_thrice(compiled(model, "auto", "auto"))
     (path,) = (tmp_path / "choices").glob("*.json")
-    monkeypatch.setattr(region, "measure_costs", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(trials, "measure_costs", lambda *_: pytest.fail("measured again"))
     torch._dynamo.reset()
     again = compiled(model, "auto", "auto")
     assert call_thrice(again).shape == wanted.shape and times["num"] == 1
@@ -425,7 +450,7 @@ def test_what_talks_to_other_ranks_is_not_measured(monkeypatch, tmp_path):
     """Each rank would measure for as long as it likes, and the others wait for it."""
     from torch.distributed import _functional_collectives as collectives
 
-    monkeypatch.setattr(region, "compare", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(trials, "compare", lambda *_: pytest.fail("measured"))
     torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
@@ -512,6 +537,32 @@ def test_numbers_that_are_read_back_leave_it_to_inductor():
         for _ in range(2):
             with pytest.raises(FellBack, match="as Inductor has it"):
                 strict(x)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_where_nothing_is_asked_for_nothing_is_given_up(monkeypatch, caplog):
+    """As on CUDA by default: what cannot be planned runs as Inductor has it, which is all that was asked for, strict or not."""
+    monkeypatch.setattr(Settings, "has_kernels", lambda self, device: True)
+
+    def reads_back(x):
+        return (x @ x)[x > 0] * 2
+
+    x = torch.randn(4, 4)
+    fast = df.compile(reads_back, strict=True)
+    with torch.no_grad(), caplog.at_level("INFO", "dynaflow"):
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), reads_back(x))
+    assert not df.stats(fast).fallbacks and sum("runs as Inductor has it" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_kernels_are_the_default_on_cuda_alone(monkeypatch):
+    monkeypatch.setattr("dynaflow.settings.has_triton", lambda: True)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert read_settings().has_kernels(cuda) and not read_settings().has_kernels(cpu)
+    assert read_settings(partition="kernels").has_kernels(cpu)
+    others = [{"strategy": "sequential"}, {"strategy": df.TwoBatch()}, {"runtime": "graph"}, {"compiler": "eager"},
+              {"partition": [df.SplitModule("*")]}]  # fmt: skip
+    assert not any(read_settings(**options).has_kernels(cuda) for options in others)
 
 
 def test_too_many_sizes(monkeypatch):

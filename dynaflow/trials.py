@@ -1,0 +1,182 @@
+"""Which way to run a case is the fastest: measured, on copies of a call's own arguments.
+
+1. Every kernel's cost is measured, and plans are searched for in simulation.
+2. Inductor's own callable, the kernels in its order, and the best plan of each kind run in turns; then the neighbours of the winner.
+3. The winner runs against Inductor's own once more, and has to win again.
+
+Contract: nothing of this shows outside. What a call changes is changed on copies, and the state of random numbers is put back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+
+import torch
+from torch._prims_common import clone_preserve_strides
+
+from dynaflow.costs import Cost, Costs, bound_us
+from dynaflow.inductor.kernels import Kernels
+from dynaflow.ir import Plan
+from dynaflow.measure import Before, clock_for, compare, is_faster, measure_costs
+from dynaflow.memory import place
+from dynaflow.planned import finish_plan
+from dynaflow.planner import sequential_plan
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Bound
+from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
+from dynaflow.verify import verify
+from dynaflow.way import Boxed, Way, device_of
+
+if TYPE_CHECKING:
+    from dynaflow.region import Region
+
+log = logging.getLogger("dynaflow")
+
+# plans that are tried on the device, neighbours of the best of them, and the most streams that they have
+NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
+# of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
+AS_FAST = 1.02
+
+INDUCTOR, ONE_STREAM = "Inductor", "one stream"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a case, and why."""
+
+    # empty: Inductor's own callable
+    plan: str
+    # microseconds per call of what was tried; of the bound: simulated
+    times_us: Mapping[str, float]
+    costs: Mapping[str, Cost]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.times_us.items())
+        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({times or 'as the strategy asks'})"
+
+    def dump(self) -> str:
+        costs = {name: (cost.us, cost.share) for name, cost in self.costs.items()}
+        return json.dumps({"plan": self.plan, "times_us": dict(self.times_us), "costs": costs})
+
+    @staticmethod
+    def parse(text: str) -> Choice:
+        read = json.loads(text)
+        return Choice(read["plan"], read["times_us"], {name: Cost(*cost) for name, cost in read["costs"].items()})
+
+
+class Trials:
+    def __init__(self, region: Region, kernels: Kernels, args: Sequence[Any]):
+        self._region, self._kernels, self._device = region, kernels, device_of(args)
+        # with their strides, which kernels take for granted: `clone` closes gaps
+        self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
+        self._before = Before([self._given[i] for i in kernels.changed])
+        self._clock = clock_for(self._device)
+        # what was tried, and microseconds per call, round by round
+        self._bounds: dict[str, Bound] = {}
+        self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
+        self._rounds: dict[str, list[float]] = {}
+
+    def choose(self) -> Choice:
+        with torch.no_grad(), _same_random_numbers(self._device):
+            flow = self._kernels.flow
+            serial = self._bind(finish_plan(flow, sequential_plan(flow, ""), None, self._kernels.allocated))
+            values = {name: self._given[i] for i, name in self._kernels.inputs}
+            costs = measure_costs(serial, values, self._kernels.keys, self._clock)
+            best = self._best(costs, serial)
+            if not self._wins_again(best):
+                best = INDUCTOR
+        plan = str(self._bounds[best].plan) if best in self._bounds else ""
+        return Choice(plan, {**self._times(), "bound": bound_us(flow, costs)}, costs)
+
+    def _best(self, costs: Costs, serial: Bound) -> str:
+        flow = self._kernels.flow
+        candidates = [c for c in search(flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
+        # the simulator is not the device: the best of each kind, not the best few, which are much alike
+        kinds = {c.kind: c for c in reversed(candidates)}
+        best_first = sorted(kinds.values(), key=lambda c: c.simulated_us)
+        best = self._try({ONE_STREAM: serial} | self._within_memory(best_first, NUM_TRIED, serial))
+        if best not in kinds:
+            return best
+        # costs are not quite what they were measured to be: neighbours may be better still
+        near = self._within_memory(neighbours(flow, costs, kinds[best], NUM_NEIGHBOURS), NUM_NEIGHBOURS, serial)
+        return self._try(near) if near else best
+
+    def _within_memory(self, candidates: Sequence[Candidate], count: int, serial: Bound) -> dict[str, Bound]:
+        """The first `count` that hold no more than they may, what they are given included."""
+        given_bytes, factor = _num_bytes(self._given), self._region.settings.max_memory
+        limit = (serial.peak_bytes + given_bytes) * factor - given_bytes
+        found: dict[str, Bound] = {}
+        for candidate in candidates:
+            plan = place(self._kernels.flow, candidate.plan, self._kernels.allocated)
+            verify(plan, self._kernels.flow)
+            bound = self._bind(plan)
+            if bound.peak_bytes <= limit:
+                found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
+            else:
+                log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%g)", self._region.name, candidate.kind,
+                         bound.peak_bytes / 2**20, limit / 2**20, factor)  # fmt: skip
+            if len(found) == count:
+                break
+        return found
+
+    def _try(self, new: Mapping[str, Bound]) -> str:
+        """Let them run in turns. The best of all so far."""
+        self._bounds.update(new)
+        self._ways.update((name, Way(self._region, self._kernels, bound, self._device, is_trial=True)) for name, bound in new.items())
+        turns = [name for name in self._ways if name not in self._rounds]
+        self._rounds.update(zip(turns, compare([self._trial(name) for name in turns], self._clock), strict=True))
+        return _least(self._times(), {name: len(bound.streams) for name, bound in self._bounds.items()})
+
+    def _wins_again(self, best: str) -> bool:
+        """A machine that others use, too, favours one of many now and then."""
+        if not is_faster(self._rounds[best], self._rounds[INDUCTOR]):
+            return False
+        return is_faster(*compare([self._trial(name) for name in (best, INDUCTOR)], self._clock))
+
+    def _trial(self, name: str) -> Callable[[], None]:
+        way = self._ways[name]
+
+        def run() -> None:
+            self._before.put_back_counters()
+            way(list(self._given))
+
+        return run
+
+    def _times(self) -> dict[str, float]:
+        return {name: statistics.median(us) for name, us in self._rounds.items()}
+
+    def _bind(self, plan: Plan) -> Bound:
+        return Binder(plan, self._kernels.program).bind({})
+
+
+def _least(times: Mapping[str, float], num_streams: Mapping[str, int]) -> str:
+    """The fastest; of those that are as fast, that with the fewest streams."""
+    least = min(times.values())
+    return min((name for name, us in times.items() if us <= least * AS_FAST), key=lambda name: (num_streams.get(name, 0), times[name]))
+
+
+def _num_bytes(args: Sequence[Any]) -> int:
+    """What the arguments hold."""
+    storages = {s.data_ptr(): s.nbytes() for s in (a.untyped_storage() for a in args if isinstance(a, torch.Tensor))}
+    return sum(storages.values())
+
+
+class _same_random_numbers:
+    """What is drawn inside does not show outside."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __enter__(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        self._state = torch.cuda.get_rng_state(self._device) if is_cuda else torch.get_rng_state()
+
+    def __exit__(self, *_: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            torch.set_rng_state(self._state)

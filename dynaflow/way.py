@@ -1,0 +1,137 @@
+"""A plan of kernels as a callable, in the place of Inductor's own: on CUDA as one recording, on the CPU on lanes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import torch
+
+from dynaflow.inductor.kernels import Kernels
+from dynaflow.inductor.units import ALIGNMENT
+from dynaflow.recorded import PlanBody, is_dense, streams_for
+from dynaflow.runtime import fake, generated, graphs, threads
+from dynaflow.runtime.lanes import Run
+from dynaflow.runtime.program import Bound
+
+if TYPE_CHECKING:
+    from dynaflow.region import Region
+
+# sets of addresses at which a case gets the outputs of other recordings
+MAX_ADDRESSES = 8
+
+# a list of arguments, which it empties -> results
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class Way:
+    """A case under a plan: on CUDA as one recording, on the CPU on lanes.
+
+    Parameters and what is changed in place are bound by address, and so is what another recording returned (a backward's saved
+    tensors): the same few addresses come again. Of a backward's other inputs Inductor says that they stay where they are; those that are
+    seen to move are copied from then on, as all other inputs are. While nothing is recorded, Inductor's own callable runs.
+    """
+
+    def __init__(self, region: Region, kernels: Kernels, bound: Bound, device: torch.device, is_trial: bool = False):
+        self._is_trial = is_trial
+        self._region, self._kernels, self._bound, self._device = region, kernels, bound, device
+        settings = region.settings
+        self._runtime, _, self._seed = settings.runtime.partition(":")
+        is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
+        self._recordings = graphs.Recordings(region.name, device, settings.pool, settings.borrow) if is_recorded else None
+        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "")
+        names = self._names = [name for name, _ in bound.outputs]
+        returns = self._kernels.returns
+        # where the plan's outputs, each as a whole, are all that is returned: their numbers
+        is_plain = all(len(r) == 2 and r[1] is None and r[0] in names for r in returns)
+        self._order = [names.index(r[0]) for r in returns] if is_plain else None
+        inputs = [i for i, _ in self._kernels.inputs if i not in self._kernels.changed]
+        static = set(region.static)
+        # inputs that may move, and those that do
+        self._checked = inputs if region.is_backward else [i for i in inputs if i not in static]
+        self._moving = {i for i in self._checked if i not in static}
+        # inputs whose addresses tell recordings apart where they are lent: a backward may well change a saved tensor in place
+        self._keyed = [*self._checked, *self._kernels.changed]
+        self._keys: dict[tuple[int, ...], _Key] = {}
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        with torch.no_grad(), on(self._device):
+            outputs = self._recorded(args) if self._recordings is not None else None
+            if outputs is None:
+                if self._device.type == "cuda" and not (torch.cuda.is_current_stream_capturing() and are_aligned(args)):
+                    return self._region.plain(args)
+                outputs = self._issue(args)
+        if not self._is_trial:
+            self._region.settings.count_planned(self._bound.num_launches, 0)
+        if self._order is not None:
+            results: Sequence[Any] = [outputs[i] for i in self._order]
+        else:
+            results = self._kernels.hand_out(args, dict(zip(self._names, outputs)))
+        args.clear()
+        return results
+
+    def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
+        assert self._recordings is not None
+        addresses = tuple([args[i].data_ptr() for i in self._keyed if graphs.is_lent(args[i])])
+        key = self._keys.get(addresses)
+        if key is None:
+            if len(self._keys) >= MAX_ADDRESSES:
+                return None
+            key = self._keys[addresses] = _Key()
+        outputs = self._recordings.replay(key, args)
+        if outputs is None and self._is_aligned(args):
+            self._moving.update(i for i, address in key.addresses.items() if args[i].data_ptr() != address)
+            copied = self._slots(args)
+            key.addresses = {i: args[i].data_ptr() for i in self._checked if i not in copied}
+            outputs = self._recordings.record(key, args, lambda: copied, self._body)
+        return outputs
+
+    def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
+        """Inputs that are copied. What is expanded cannot be: its slot would be written several times in one place."""
+        return {i: None for i in self._checked if i in self._moving and not graphs.is_lent(args[i]) and is_dense(args[i])}
+
+    def _is_aligned(self, args: Sequence[Any]) -> bool:
+        copied = self._slots(args)
+        return not any(args[i].data_ptr() % ALIGNMENT for i, _ in self._kernels.inputs if i not in copied)
+
+    def _issue(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        bound = self._bound
+        values = {name: args[i] for i, name in self._kernels.inputs}
+        if self._device.type == "cuda" or self._runtime in ("serial", "graph") or not bound.streams:
+            return generated.run(bound, values, streams_for(self._device if self._device.type == "cuda" else None, bound))
+        is_fake = self._runtime == "fake"
+        tensors = bound.tensors(values, poison=is_fake)
+        run = Run(bound, tensors, {})
+        if is_fake:
+            fake.issue(bound, run, int(self._seed) if self._seed.isdigit() else self._seed or "issue")
+        else:
+            threads.issue(bound, run)
+        return list(bound.results(tensors).values())
+
+
+class _Key:
+    """Stands for a recording's outputs of other recordings, by address."""
+
+    def __init__(self) -> None:
+        # where inputs were that may move, and are bound by address
+        self.addresses: dict[int, int] = {}
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    devices = [a.device for a in args if isinstance(a, torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def on(device: torch.device) -> Any:
+    """Kernels are launched on the current device."""
+    is_elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
+
+
+def are_aligned(args: Sequence[Any]) -> bool:
+    """Kernels take for granted that what they read is aligned; around Inductor's own callable it is seen to."""
+    return not any(isinstance(a, torch.Tensor) and a.device.type == "cuda" and a.data_ptr() % ALIGNMENT for a in args)
+
+
+def is_capturing(args: Sequence[Any]) -> bool:
+    return device_of(args).type == "cuda" and torch.cuda.is_current_stream_capturing()
