@@ -60,6 +60,7 @@ class Region:
         # why no case is made; empty while there may be
         self.refusal = ""
         self._said: set[str] = set()
+        self._numbers_at: list[int] | None = None
         living.add(self)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -68,7 +69,9 @@ class Region:
         if self.refusal:
             self.note(self.refusal)
             return self.plain(args)
-        numbers = tuple([a for a in args if type(a) is int])
+        if self._numbers_at is None:  # the same in every call
+            self._numbers_at = [i for i, a in enumerate(args) if type(a) is int]
+        numbers = tuple([args[i] for i in self._numbers_at])
         case = self.cases.get(numbers)
         if case is None:
             if len(self.cases) >= MAX_CASES:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # sets of addresses at which a case gets the outputs of other recordings
 MAX_ADDRESSES = 8
 
+_NOTHING = nullcontext()
+
 # a list of arguments, which it empties -> results
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -55,7 +57,7 @@ class Way:
         self._keys: dict[tuple[int, ...], _Key] = {}
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        with torch.no_grad(), on(self._device):
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, on(self._device):
             outputs = self._recorded(args) if self._recordings is not None else None
             if outputs is None:
                 if self._device.type == "cuda" and not (torch.cuda.is_current_stream_capturing() and are_aligned(args)):
@@ -125,7 +127,7 @@ def device_of(args: Sequence[Any]) -> torch.device:
 def on(device: torch.device) -> Any:
     """Kernels are launched on the current device."""
     is_elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
-    return torch.cuda.device(device) if is_elsewhere else nullcontext()
+    return torch.cuda.device(device) if is_elsewhere else _NOTHING
 
 
 def are_aligned(args: Sequence[Any]) -> bool:
