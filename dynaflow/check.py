@@ -7,7 +7,7 @@ from typing import Any, Mapping, Sequence
 
 import torch
 
-from dynaflow.errors import SplitMismatch
+from dynaflow.errors import OptionError, SplitMismatch
 from dynaflow.explain import InspectedGraph, inspected, read_inputs
 from dynaflow.ir import Op, Part, evaluate
 from dynaflow.runtime.program import Expr
@@ -34,6 +34,10 @@ def check(
     plan's parts, on the same random inputs, and must agree within the dtype's tolerance. Raises SplitMismatch at the first op
     that does not. `inputs` as in `df.explain`: floats are replaced by random ones, rows of integers are shuffled.
     """
+    if partition == "kernels":
+        raise OptionError(
+            "df.check is about splitting a batch, and kernels are made for all of it.", why="partition='kernels'",
+            fix="leave partition='kernels' out; df.run_serialised(fast, ...) is what kernel plans are bit-equal to")  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     args, kwargs = read_inputs(inputs)
     args = tuple(_randomised(a, generator) for a in args)

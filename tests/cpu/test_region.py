@@ -565,6 +565,11 @@ def test_kernels_are_the_default_on_cuda_alone(monkeypatch):
     assert not any(read_settings(**options).has_kernels(cuda) for options in others)
 
 
+def test_check_is_not_about_kernels():
+    with pytest.raises(OptionError, match="kernels are made for all of it"):
+        df.check(Towers(), torch.randn(4, 8), partition="kernels")
+
+
 def test_too_many_sizes(monkeypatch):
     monkeypatch.setattr(region, "MAX_CASES", 2)
     model = Towers()
