@@ -15,7 +15,7 @@ import re
 import sys
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from math import lcm
 from types import FrameType
@@ -24,7 +24,7 @@ from typing import Any, Callable, Iterable, Sequence
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost, Costs, check_costs, heights_us
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, equal_parts, evaluate, tiles
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, covers, equal_parts, evaluate, tiles
 from dynaflow.text import NAME
 
 # A strategy that looks this often without executing anything will not get anywhere.
@@ -52,6 +52,12 @@ class ReadyOp:
         return [self._planner._handles[i] for i in self._planner._successors[self._item]]
 
     @property
+    def needs(self) -> list[ReadyOp]:
+        """What it depends on and is not executed yet."""
+        planner = self._planner
+        return [planner._handles[i] for i in planner._predecessors[self._item] if not planner._done[i]]
+
+    @property
     def grows(self) -> bool:
         """Whether its results take more memory than what it reads, parameters aside."""
         flow = self._planner.flow
@@ -76,13 +82,14 @@ class Planner:
         context: Context,
         costs: Costs | None = None,
         check_replacement: Callable[[Callable[..., Any], Sequence[tuple[str, Part]], str], None] | None = None,
+        make_body: Callable[[Sequence[tuple[str, Part]]], Callable[..., Any] | None] | None = None,
     ):
         self.flow, self.context = flow, context
         self.functions: dict[str, Callable[..., Any]] = {}
         if costs:
             check_costs(flow, costs)
         self._costs = costs or {}
-        self._check_replacement = check_replacement
+        self._check_replacement, self._make_body = check_replacement, make_body
         self._default_parts: tuple[Part, ...] = (WHOLE,)
         self._parts_of: dict[str, tuple[Part, ...]] = {}
         self._streams: dict[str, Stream] = {}
@@ -132,6 +139,17 @@ class Planner:
     def sequential(self, reason: str) -> None:
         """Give up: run the graph as it is, and say why."""
         self._reason = reason
+
+    def cost_of(self, op: Op) -> Cost | None:
+        """What an op takes over the whole batch, where known."""
+        return self._costs.get(op.name)
+
+    def body(self, items: Sequence[ReadyOp]) -> Any:
+        """What these ops of one part do, as one function: `execute(items, replace=flow.body(items))` changes nothing.
+
+        None where it cannot be had: the flow has no functions behind it, or an op changes something in place.
+        """
+        return self._make_body([(item.name, item.part) for item in items]) if self._make_body is not None else None
 
     # -- 2. items
 
@@ -206,6 +224,14 @@ class Planner:
                     self._num_unmet[first + k + 1] += 1
         self._ready = {i: h for i, h in enumerate(handles) if self._num_unmet[i] == 0}
 
+    @cached_property
+    def _predecessors(self) -> list[list[int]]:
+        table: list[list[int]] = [[] for _ in self._handles]
+        for i, successors in enumerate(self._successors):
+            for j in successors:
+                table[j].append(i)
+        return table
+
     # -- 3. execute
 
     def execute(self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None) -> None:
@@ -272,6 +298,32 @@ class Planner:
                     why=f"{left} and {right} are not adjacent rows", fix="pass adjacent parts")  # fmt: skip
         joined = Part(parts[0].lo, parts[-1].hi, first.part.of)
         return WHOLE if joined.is_whole else joined
+
+    # -- strategies inside of strategies
+
+    def trial(self, flow: Flow | None = None, part: Part = WHOLE) -> Planner:
+        """A planner of its own: for the same flow, or for some ops of it on one part. `repeat` does here what was done there."""
+        costs = {name: cost.of(part) for name, cost in self._costs.items()}
+        make_body = self._make_body
+
+        def body(calls: Sequence[tuple[str, Part]]) -> Any:
+            return make_body([(name, part) for name, _ in calls]) if make_body is not None else None
+
+        return Planner(flow or self.flow, self.context, costs, None, self._make_body if flow is None else body)
+
+    def split_as(self, trial: Planner) -> None:
+        """Cut the batch as a trial did."""
+        self._default_parts, self._parts_of = trial._default_parts, dict(trial._parts_of)
+
+    def repeat(self, launch: Launch, trial: Planner, stream: str, part: Part | None = None) -> None:
+        """Execute a trial's launch, on another stream; `part`: the part that the trial was for."""
+        calls = [(name, part or mine) for name, mine in launch.calls]
+        items = [item for name, mine in calls for item in self._items_in(name, mine)]
+        self.execute(items, stream, replace=trial.functions[launch.replace] if launch.replace else None)
+
+    def _items_in(self, name: str, part: Part) -> list[ReadyOp]:
+        first, parts = self.find(name)._item, self._parts_for(self.flow.op(name))
+        return [self._handles[first + k] for k, mine in enumerate(parts) if covers([part], mine)]
 
     # -- 4. the end
 

@@ -38,10 +38,13 @@ from dynaflow.fuse import fuse
 from dynaflow.ir import Plan, Wait
 from dynaflow.memory import bind_memory, internal_values, loose_values, place
 from dynaflow.planner import run_strategy
+from dynaflow.replacement import body
 from dynaflow.runtime import fake
 from dynaflow.runtime.binder import bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategies import (
+    Branches, CommOverlap, DualBatch, FusedGemm, Mixed, NanoBatch, NanoFlow, PrefillDecode, Sequential, SingleBatch, TokenWeave, TwoBatch,
+)  # fmt: skip
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
 from dynaflow.testing.edits import harmless_edit, mutate_memory
@@ -75,9 +78,19 @@ def strategies(case: Case) -> list[Strategy]:
     return [Sequential(), TwoBatch(), NanoBatch(3), Branches(3), RandomStrategy(case.seed, case)]
 
 
+def overlaps(case: Case) -> list[Strategy]:
+    """The strategies of the field, with thresholds that small batches pass."""
+    half = case.batch_size // 2
+    return [
+        NanoFlow(min_tokens=1), DualBatch(0, lead=1 + case.seed % 2), SingleBatch(), CommOverlap(3, 1), TokenWeave(1, 0), FusedGemm(2, 1),
+        PrefillDecode(half, attention="*"), Mixed(TwoBatch(), Branches(2)), Mixed(NanoBatch(3), Branches(3)),
+    ]  # fmt: skip
+
+
 def make_plan(case: Case, strategy: Strategy, rng: random.Random | None = None) -> tuple[Plan, Functions]:
     """With `rng`, neighbouring launches of some ops are fused, and some values are loose."""
-    planner = run_strategy(case.flow, strategy, Context({"batch_size": case.batch_size}))
+    facts = {"batch_size": case.batch_size, "device": "cpu"}
+    planner = run_strategy(case.flow, strategy, Context(facts), make_body=partial(body, case.program))
     plan, loose = synchronise(case.flow, planner.finish()), frozenset[str]()
     if rng is not None:
         share = rng.choice((0.5, 0.9, 1.0))
