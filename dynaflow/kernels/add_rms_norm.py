@@ -93,18 +93,24 @@ def _written_out(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | No
     return (next(x for x in last.args if x is not narrow), eps) if last is not None and len(last.args) == 2 else None
 
 
-def reduce_add_norm(
-    whole: Body, reduce: Body, tail: Body, norm: Norm | None, num_ctas: int, *inputs: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """`inputs` are those of `whole`: the three bodies are the group, its collective, and the ops behind it."""
-    if norm is None or not inputs[0].is_cuda or isinstance(inputs[0], FakeTensor):
-        return whole(*inputs)
-    given = dict(zip(whole.inputs, inputs, strict=True))
-    given.update(zip(reduce.unit.outs, reduce(*(given[v] for v in reduce.inputs)), strict=True))
-    taken = [given[v] for v in tail.inputs]
-    total, normed = add_rms_norm(taken[norm.reduced], taken[norm.residual], taken[norm.weight], norm.eps, num_ctas)
-    made = {**given, **{v: total if out == "sum" else normed for v, out in zip(tail.unit.outs, norm.outs, strict=True)}}
-    return tuple(made[v] for v in whole.unit.outs)
+class ReduceAddNorm:
+    """In the place of a collective and the ops behind it: `whole` is all of them, `reduce` the collective, `tail` the rest."""
+
+    def __init__(self, whole: Body, reduce: Body, tail: Body, num_ctas: int):
+        self.whole, self.reduce, self.tail, self.num_ctas = whole, reduce, tail, num_ctas
+        self.norm = read_norm(tail)
+        self.__qualname__ = f"reduce_add_norm(num_ctas={num_ctas})"  # what plans call it
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        norm = self.norm
+        if norm is None or not inputs[0].is_cuda or isinstance(inputs[0], FakeTensor):
+            return self.whole(*inputs)
+        values = dict(zip(self.whole.inputs, inputs, strict=True))
+        values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
+        taken = [values[v] for v in self.tail.inputs]
+        total, normed = add_rms_norm(taken[norm.reduced], taken[norm.residual], taken[norm.weight], norm.eps, self.num_ctas)
+        values.update((v, total if out == "sum" else normed) for v, out in zip(self.tail.unit.outs, norm.outs, strict=True))
+        return tuple(values[v] for v in self.whole.unit.outs)
 
 
 def add_rms_norm(

@@ -26,27 +26,33 @@ def can_chunk(product: Body, send: Body) -> bool:
     return product.rows_at is not None and takes_rows and len(send.unit.outs) == 1
 
 
-def chunked(*inputs: torch.Tensor, product: Body, send: Body, num_chunks: int) -> torch.Tensor:
-    x = inputs[0]
-    beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
-    sent = beside((product(*chunk) for chunk in _chunks(inputs, product, num_chunks)), send)
-    return torch.cat([result for (result,) in sent], send.out_axes[0] or 0)
+class Chunked:
+    """Takes what the product takes, returns what the collective returns."""
+
+    def __init__(self, product: Body, send: Body, num_chunks: int):
+        self.product, self.send, self.num_chunks = product, send, num_chunks
+        self.__qualname__ = f"chunked(num_chunks={num_chunks})"  # what plans call it
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        x = inputs[0]
+        beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
+        sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self.send)
+        return torch.cat([result for (result,) in sent], self.send.out_axes[0] or 0)
+
+    def _chunks(self, inputs: Tensors) -> Iterator[Tensors]:
+        at, dim = self.product.rows_at or (0, 0)
+        rows = inputs[at].shape[dim]
+        num_chunks = min(self.num_chunks, rows)
+        for k in range(num_chunks):
+            lo, hi = rows * k // num_chunks, rows * (k + 1) // num_chunks
+            yield tuple(_cut(x, axis, rows, lo, hi) for x, axis in zip(inputs, self.product.in_axes, strict=True))
 
 
-def _chunks(inputs: Tensors, product: Body, num_chunks: int) -> Iterator[Tensors]:
-    at, dim = product.rows_at or (0, 0)
-    rows = inputs[at].shape[dim]
-    num_chunks = min(num_chunks, rows)
-    for k in range(num_chunks):
-        lo, hi = rows * k // num_chunks, rows * (k + 1) // num_chunks
-
-        def cut(tensor: torch.Tensor, axis: int | None, lo: int = lo, hi: int = hi) -> torch.Tensor:
-            if axis is None:
-                return tensor
-            per_row = tensor.shape[axis] // rows
-            return tensor.narrow(axis, lo * per_row, (hi - lo) * per_row)
-
-        yield tuple(cut(x, axis) for x, axis in zip(inputs, product.in_axes, strict=True))
+def _cut(x: torch.Tensor, axis: int | None, rows: int, lo: int, hi: int) -> torch.Tensor:
+    if axis is None:
+        return x
+    per_row = x.shape[axis] // rows
+    return x.narrow(axis, lo * per_row, (hi - lo) * per_row)
 
 
 def in_turn(chunks: Iterator[Tensors], send: Callable[..., Tensors]) -> list[Tensors]:

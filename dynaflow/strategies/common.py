@@ -11,6 +11,9 @@ from dynaflow.errors import OptionError
 from dynaflow.ir import Flow, Op, evaluate
 from dynaflow.planner import Planner, ReadyOp
 
+# names that attention goes by, as a module or a function
+ATTENTION = ("*attn", "*attention", "*sdpa")
+
 
 def weight_ops(flow: Flow) -> set[str]:
     """Ops that depend on parameters alone: an all-gather of a weight, a cast of it."""
@@ -23,28 +26,32 @@ def weight_ops(flow: Flow) -> set[str]:
     return found
 
 
-def stages(flow: Flow) -> dict[str, int]:
-    """Per op: the most network ops on a path to it, weights' all-gathers aside."""
+def is_network(op: Op) -> bool:
+    return op.kind == "network"
+
+
+def stages(flow: Flow, sends: Callable[[Op], bool] = is_network) -> dict[str, int]:
+    """Per op: the most ops on a path to it that `sends` says run elsewhere meanwhile (network ops). Weights' all-gathers do not count."""
     weights = weight_ops(flow)
-    sends = [op.kind == "network" and op.name not in weights for op in flow.ops]
+    counts = [sends(op) and op.name not in weights for op in flow.ops]
     stage = [0] * len(flow.ops)
     for before, after, _ in sorted(flow.edges, key=lambda e: e.after):
-        stage[after] = max(stage[after], stage[before] + sends[before])
+        stage[after] = max(stage[after], stage[before] + counts[before])
     return {op.name: n for op, n in zip(flow.ops, stage)}
 
 
-def by_stage(flow: Planner, lead: int = 1) -> Callable[[ReadyOp], Any]:
+def by_stage(flow: Planner, lead: int = 1, sends: Callable[[Op], bool] = is_network) -> Callable[[ReadyOp], Any]:
     """An order that keeps the network busy, the least first: send; then the earliest stage, in it the first rows, in them the least depth.
 
     The first part is `lead` stages ahead: with 1, parts take turns stage by stage. What all parts wait for comes early. What nobody
     waits for comes last where it runs merged, or would fill memory while other parts still compute.
     """
-    stage = stages(flow.flow)
+    stage = stages(flow.flow, sends)
 
     def order(r: ReadyOp) -> Any:
         is_last = not r.height and (r.part.is_whole or r.grows)
         turn = stage[r.name] + (lead - 1 if r.part.lo else 0)
-        return r.kind != "network", is_last, not r.is_merged_later, turn, r.part.lo / r.part.of, r.depth
+        return not sends(r.op), is_last, not r.is_merged_later, turn, r.part.lo / r.part.of, r.depth
 
     return order
 
@@ -87,10 +94,8 @@ def rows_of(flow: Flow, tokens: int) -> int:
     return max(1, ceil(tokens / tokens_per_row(flow)))
 
 
-def matches(op: Op, globs: str | tuple[str, ...]) -> bool:
-    """Whether the op's name, or its module's, matches a glob."""
-    patterns = (globs,) if isinstance(globs, str) else globs
-    return any(fnmatchcase(name, glob) for name in (op.name, op.module) for glob in patterns)
+def is_named(name: str, globs: str | tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in ((globs,) if isinstance(globs, str) else globs))
 
 
 def at_least(least: int, **numbers: int | None) -> None:

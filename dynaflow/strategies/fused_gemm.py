@@ -1,4 +1,3 @@
-from functools import partial
 from typing import Any
 
 from dynaflow.ir import CALLER
@@ -55,6 +54,6 @@ class FusedGemm(Strategy):
         product, collective = flow.body([r]), flow.body([send])
         if product is None or collective is None:
             return None
-        from dynaflow.kernels.chunked import can_chunk, chunked  # planning alone needs no torch
+        from dynaflow.kernels.chunked import Chunked, can_chunk  # planning alone needs no torch
 
-        return partial(chunked, product=product, send=collective, num_chunks=num_chunks) if can_chunk(product, collective) else None
+        return Chunked(product, collective, num_chunks) if can_chunk(product, collective) else None

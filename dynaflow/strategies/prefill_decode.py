@@ -1,6 +1,6 @@
 from dynaflow.errors import OptionError
 from dynaflow.planner import Planner
-from dynaflow.strategies.common import at_least, matches
+from dynaflow.strategies.common import ATTENTION, at_least, is_named
 from dynaflow.strategy import Strategy
 
 
@@ -12,10 +12,10 @@ class PrefillDecode(Strategy):
     decode  |      attn [p, B)
 
     p, the number of rows that prefill (they come first), is the tag `tag`: `with df.context(num_prefill=3): fast(x)`; or a parameter.
-    `attention`: globs over ops and modules. `prefill_sms`, `decode_sms`: SMs that each has for itself.
+    `attention`: globs over the names of ops. `prefill_sms`, `decode_sms`: SMs that each has for itself.
     """
 
-    def __init__(self, num_prefill: int | None = None, attention: str | tuple[str, ...] = ("*attn*", "*attention*", "*sdpa*"),
+    def __init__(self, num_prefill: int | None = None, attention: str | tuple[str, ...] = ATTENTION,
                  tag: str = "num_prefill", prefill_sms: int | None = None, decode_sms: int | None = None):  # fmt: skip
         at_least(0, num_prefill=num_prefill)
         at_least(1, prefill_sms=prefill_sms, decode_sms=decode_sms)
@@ -31,7 +31,7 @@ class PrefillDecode(Strategy):
             return flow.sequential("all rows are in one phase")
         if flow.context.batch_size < at:
             raise OptionError(f"num_prefill={at} rows prefill, of a batch of {flow.context.batch_size}.", fix="count rows of this batch")
-        attention = {op.name for op in flow.ops if matches(op, self.attention) and not op.unsplittable and op.kind != "network"}
+        attention = {op.name for op in flow.ops if is_named(op.name, self.attention) and not op.unsplittable and op.kind != "network"}
         if not attention:
             return flow.sequential(f"no op that can be split is named {self.attention}")
         flow.split([at, -1], ops=lambda op: op.name in attention)

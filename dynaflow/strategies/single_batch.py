@@ -1,5 +1,5 @@
 from dynaflow.planner import Planner
-from dynaflow.strategies.common import at_least, beside_network, matches, rows_of, stages
+from dynaflow.strategies.common import at_least, beside_network, is_named, rows_of, stages
 from dynaflow.strategy import Strategy
 
 
@@ -21,7 +21,7 @@ class SingleBatch(Strategy):
     def schedule(self, flow: Planner) -> None:
         beside = beside_network(flow.flow)
         if self.shared is not None:
-            beside &= {op.name for op in flow.ops if matches(op, self.shared)}
+            beside &= {op.name for op in flow.ops if is_named(op.name, self.shared) or is_named(op.module, self.shared)}
         if not beside:
             return flow.sequential("no op can run beside a network op")
         comm = flow.stream("comm", priority=-1)

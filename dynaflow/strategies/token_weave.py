@@ -1,4 +1,3 @@
-from functools import partial
 from typing import Any
 
 from dynaflow.planner import Planner, ReadyOp
@@ -62,9 +61,7 @@ class TokenWeave(Strategy):
         bodies = flow.body(group), flow.body(group[:1]), flow.body(group[1:])
         if None in bodies:
             return None
-        from dynaflow.kernels.add_rms_norm import read_norm, reduce_add_norm  # planning alone needs no torch
+        from dynaflow.kernels.add_rms_norm import ReduceAddNorm  # planning alone needs no torch
 
-        norm = read_norm(bodies[2])
-        if norm is None and not is_split:
-            return None
-        return partial(reduce_add_norm, *bodies, norm, num_ctas)
+        function = ReduceAddNorm(*bodies, num_ctas)
+        return function if is_split or function.norm is not None else None
