@@ -147,7 +147,7 @@ class Planner:
     def body(self, items: Sequence[ReadyOp]) -> Any:
         """What these ops of one part do, as one function: `execute(items, replace=flow.body(items))` changes nothing.
 
-        None where it cannot be had: the flow has no functions behind it, or an op changes something in place.
+        None where it cannot be had: the flow has no functions behind it, or an op takes a size that none of its inputs has.
         """
         return self._make_body([(item.name, item.part) for item in items]) if self._make_body is not None else None
 

@@ -38,12 +38,10 @@ class Body:
 
 
 def body(program: Program, calls: Sequence[tuple[str, Part]]) -> Body | None:
-    """None where ops are on several parts, change something in place, or take a size that no input of theirs has."""
+    """None where ops are on several parts, touch pieces, or take a size that no input of theirs has."""
     flow, ops = program.flow, [program.flow.op(name) for name, _ in calls]
-    values = [flow.value[v] for op in ops for v in (*op.reads, *op.writes)]
-    if len({part for _, part in calls}) > 1 or any(op.mutates or op.uses == ("rng",) for op in ops):
-        return None
-    if any(v.home or v.name in flow.pieces for v in values):
+    touched = [v for op in ops for v in (*op.reads, *op.mutates, *op.writes)]
+    if len({part for _, part in calls}) > 1 or any(flow.value[v].home or v in flow.pieces for v in touched):
         return None
     inputs, outputs = external_values(flow, Launch(tuple(calls), "body", "body"))
     unit = compose([program.units[name] for name, _ in calls], [v for v, _ in outputs])

@@ -20,10 +20,10 @@ from dynaflow.runtime.lanes import Ambient
 Tensors = tuple[torch.Tensor, ...]
 
 
-def can_chunk(product: Body, send: Body) -> bool:
-    """Whether rows of the product can be told apart, and the collective takes them alone and gives rows back."""
+def can_chunk(product: Body, send: Body, both: Body) -> bool:
+    """Whether rows of the product can be told apart, and the collective alone takes them and gives rows back (or changes them in place)."""
     takes_rows = send.inputs == product.unit.outs and None not in send.in_axes + send.out_axes
-    return product.rows_at is not None and takes_rows and len(send.unit.outs) == 1
+    return product.rows_at is not None and takes_rows and len(both.unit.outs) == 1 and both.unit.outs == (send.unit.outs or send.inputs)
 
 
 class Chunked:
@@ -36,8 +36,11 @@ class Chunked:
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         x = inputs[0]
         beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
-        sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self.send)
-        return torch.cat([result for (result,) in sent], self.send.out_axes[0] or 0)
+        sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self._send)
+        return torch.cat([result for (result,) in sent], (self.send.out_axes or self.send.in_axes)[0] or 0)
+
+    def _send(self, *chunk: torch.Tensor) -> Tensors:
+        return self.send(*chunk) or chunk  # one that works in place returns nothing
 
     def _chunks(self, inputs: Tensors) -> Iterator[Tensors]:
         at, dim = self.product.rows_at or (0, 0)

@@ -31,7 +31,7 @@ class FusedGemm(Strategy):
         num_fused = 0
         while ready := flow.get_ready_ops():
             r = min(ready, key=lambda r: program_order[r.name])
-            send = self._sent_alone(flow, r)
+            send = self._sent_alone(r)
             function = self._function(flow, r, send, num_chunks) if send is not None else None
             if send is not None and function is not None:
                 flow.execute([r, send], stream=CALLER, replace=function)
@@ -42,18 +42,18 @@ class FusedGemm(Strategy):
             flow.sequential("no product's rows are known that one collective alone takes")
 
     @staticmethod
-    def _sent_alone(flow: Planner, r: ReadyOp) -> ReadyOp | None:
+    def _sent_alone(r: ReadyOp) -> ReadyOp | None:
         """The collective that takes what the product makes, if nobody else does."""
-        if r.kind != "compute" or r.op.unsplittable or len(r.users) != 1 or {*r.op.writes} & {*flow.flow.outputs}:
+        if r.kind != "compute" or r.op.unsplittable or len(r.users) != 1:
             return None
         (send,) = r.users
         return send if send.kind == "network" and not send.op.unsplittable and send.needs == [r] else None
 
     @staticmethod
     def _function(flow: Planner, r: ReadyOp, send: ReadyOp, num_chunks: int) -> Any:
-        product, collective = flow.body([r]), flow.body([send])
-        if product is None or collective is None:
+        bodies = flow.body([r]), flow.body([send]), flow.body([r, send])
+        if None in bodies:
             return None
         from dynaflow.kernels.chunked import Chunked, can_chunk  # planning alone needs no torch
 
-        return Chunked(product, collective, num_chunks) if can_chunk(product, collective) else None
+        return Chunked(bodies[0], bodies[1], num_chunks) if can_chunk(*bodies) else None
