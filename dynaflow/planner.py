@@ -69,6 +69,10 @@ class ReadyOp:
     def is_ready(self) -> bool:
         return self._item in self._planner._ready
 
+    @property
+    def is_executed(self) -> bool:
+        return bool(self._planner._done[self._item])
+
     def __repr__(self) -> str:
         return f"{self.name} {self.part}".rstrip()
 
@@ -203,6 +207,7 @@ class Planner:
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))
+        self._number = [0] * len(handles)  # of the launch that an item is in
         for before, after, by_rows in flow.edges:
             (a, a_parts), (b, b_parts) = parts_of[before], parts_of[after]
             if by_rows and a_parts == b_parts:
@@ -234,17 +239,22 @@ class Planner:
 
     # -- 3. execute
 
-    def execute(self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None) -> None:
+    def execute(
+        self, ready: ReadyOp | Sequence[ReadyOp], stream: str = "compute", *, replace: Callable[..., Any] | None = None,
+        after: Sequence[ReadyOp] = (),
+    ) -> None:  # fmt: skip
         """Launch one ready op; or one op over several adjacent parts; or `replace`, one function, in the place of several.
 
         `replace` gets the group's external inputs in order of first use and returns its external outputs in order.
+        `after`: executed ops that must be over first, although it does not depend on them. What is fetched ahead must not be so too far:
+        its memory is that of what those used.
         """
         where = self._where(sys._getframe(1))
         if stream not in self._streams:
             self._declare(stream, 0, None, where, is_use=True)
         if type(ready) is ReadyOp and replace is None:
             self._finish(ready, (ready,), where)
-            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where))
+            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where, self._numbers(after, where) if after else ()))
             return
         group = (ready,) if isinstance(ready, ReadyOp) else tuple(ready)
         for item in group:
@@ -261,12 +271,18 @@ class Planner:
                 self._check_replacement(replace, calls, where)
             for item in group:
                 self._finish(item, group, where)
-            self._launches.append(Launch(calls, stream, name, where))
+            self._launches.append(Launch(calls, stream, name, where, self._numbers(after, where)))
             return
         part = self._joined(group, where)
         for item in group:
             self._finish(item, group, where)
-        self._launches.append(Launch(((group[0].name, part),), stream, "", where))
+        self._launches.append(Launch(((group[0].name, part),), stream, "", where, self._numbers(after, where)))
+
+    def _numbers(self, after: Sequence[ReadyOp], where: str) -> tuple[int, ...]:
+        for item in after:
+            if not item.is_executed or self._number[item._item] == len(self._launches):
+                raise errors.OpNotReady(f"'{item}' is not executed, and nothing can come after it.", where=where, fix="execute it first")
+        return tuple(sorted({self._number[item._item] for item in after}))
 
     def _finish(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> None:
         i = item._item
@@ -277,6 +293,7 @@ class Planner:
             raise self._not_ready(item, group, where)
         del self._ready[i]
         self._done[i] = 1
+        self._number[i] = len(self._launches)
         self._idle_looks = 0
         num_unmet, handles, newly = self._num_unmet, self._handles, self._ready
         for j in self._successors[i]:
@@ -319,7 +336,9 @@ class Planner:
         """Execute a trial's launch, on another stream; `part`: the part that the trial was for."""
         calls = [(name, part or mine) for name, mine in launch.calls]
         items = [item for name, mine in calls for item in self._items_in(name, mine)]
-        self.execute(items, stream, replace=trial.functions[launch.replace] if launch.replace else None)
+        before = [call for number in launch.after for call in trial._launches[number].calls]
+        after = [item for name, mine in before for item in self._items_in(name, part or mine)]
+        self.execute(items, stream, replace=trial.functions[launch.replace] if launch.replace else None, after=after)
 
     def _items_in(self, name: str, part: Part) -> list[ReadyOp]:
         first, parts = self.find(name)._item, self._parts_for(self.flow.op(name))

@@ -30,20 +30,20 @@ class CommOverlap(Strategy):
         flow.split(num_parts)
         comm, prefetch, order = flow.stream("comm", priority=-1), flow.stream("prefetch"), by_stage(flow)
         program_order = {op.name: i for i, op in enumerate(flow.ops)}
-        to_go: dict[str, set[ReadyOp]] = {}  # gathered weight -> users that have not run
+        to_go: dict[str, list[ReadyOp]] = {}  # gathered weight -> its users, while one of them has not run
+        rooms: list[list[ReadyOp]] = [[] for _ in range(self.ahead)]  # per weight that may be gathered now: users of the one before it
         while ready := flow.get_ready_ops():
-            has_room = len(to_go) < self.ahead
-            # A weight in program order; otherwise a gather for the last layer could take the room of the next one.
+            # Weights in program order: otherwise one for the last layer could take the room of the next one.
             next_weights = sorted((r for r in ready if r.name in weights), key=lambda r: program_order[r.name])
             others = [r for r in ready if r.name not in weights]
-            r = next_weights[0] if next_weights and (has_room or not others) else min(others, key=order)
-            flow.execute(r, stream=prefetch if r.name in gathers else comm if r.kind == "network" else "compute")
+            r = next_weights[0] if next_weights and (rooms or not others) else min(others, key=order)
             if r.name in gathers and r.users:
-                to_go[r.name] = set(r.users)
-            for name in [name for name, users in to_go.items() if r in users]:
-                to_go[name].discard(r)
-                if not to_go[name]:
-                    del to_go[name]
+                flow.execute(r, stream=prefetch, after=rooms.pop(0) if rooms else [])
+                to_go[r.name] = r.users
+                continue
+            flow.execute(r, stream=comm if r.kind == "network" else "compute")
+            for name in [name for name, users in to_go.items() if r in users and all(u.is_executed for u in users)]:
+                rooms.append(to_go.pop(name))
 
     def _num_parts(self, flow: Planner) -> int:
         costs = [(op, flow.cost_of(op)) for op in flow.ops if not op.unsplittable]

@@ -1,7 +1,7 @@
 from dataclasses import replace
 from itertools import groupby
 
-from dynaflow.errors import StrategyError
+from dynaflow.errors import OptionError, StrategyError
 from dynaflow.ir import CALLER, WHOLE
 from dynaflow.planner import Planner
 from dynaflow.strategy import Strategy
@@ -18,10 +18,13 @@ class Mixed(Strategy):
 
     The rule: the outer strategy is run first. What it launches in a row on one part and one stream is a stretch. A stretch is a flow of
     its own for the inner strategy, whose `caller` is the stretch's stream and whose other streams are named behind it. What the outer
-    strategy replaces stays as it is. The inner one must not split. Where one of them gives up, the other has it all.
+    strategy replaces, or executes after something, stays as it is. The inner one must not split. Where one gives up, the other has it all.
     """
 
     def __init__(self, outer: Strategy, inner: Strategy):
+        for name, strategy in (("outer", outer), ("inner", inner)):
+            if not callable(getattr(strategy, "schedule", None)) or isinstance(strategy, type):
+                raise OptionError(f"{name}={strategy!r} is no strategy.", fix="Mixed(TwoBatch(), Branches())")
         self.outer, self.inner = outer, inner
 
     def schedule(self, flow: Planner) -> None:
@@ -34,9 +37,10 @@ class Mixed(Strategy):
         for stream in outer.streams:
             flow.stream(stream.name, priority=stream.priority, sms=stream.sms)
         priority = {s.name: s.priority for s in outer.streams}
-        for (part, stream, is_replaced), launches in groupby(outer.launches, lambda la: (la.calls[0][1], la.stream, la.replace)):
+        key = lambda launch: (launch.calls[0][1], launch.stream, bool(launch.replace or launch.after))  # noqa: E731
+        for (part, stream, is_kept), launches in groupby(outer.launches, key):
             stretch = list(launches)
-            if is_replaced or len(stretch) == 1:
+            if is_kept or len(stretch) == 1:
                 for launch in stretch:
                     flow.repeat(launch, trial, stream)
                 continue
