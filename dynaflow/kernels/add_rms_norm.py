@@ -103,7 +103,7 @@ class ReduceAddNorm:
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         norm = self.norm
-        if norm is None or not inputs[0].is_cuda or isinstance(inputs[0], FakeTensor):
+        if norm is None or not _has_kernel(inputs[0]):
             return self.whole(*inputs)
         values = dict(zip(self.whole.inputs, inputs, strict=True))
         values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
@@ -111,6 +111,10 @@ class ReduceAddNorm:
         total, normed = add_rms_norm(taken[norm.reduced], taken[norm.residual], taken[norm.weight], norm.eps, self.num_ctas)
         values.update((v, total if out == "sum" else normed) for v, out in zip(self.tail.unit.outs, norm.outs, strict=True))
         return tuple(values[v] for v in self.whole.unit.outs)
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.is_cuda and not isinstance(x, FakeTensor)
 
 
 def add_rms_norm(
