@@ -6,6 +6,7 @@ in for.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
@@ -21,8 +22,8 @@ from dynaflow.runtime.program import Expr, Program, Unit
 class Body:
     """What a group of ops does on one part: takes its external inputs in order of first use, returns its external outputs in order.
 
-    `in_axes`, `out_axes`: the dim of each that the batch is cut along, or None. `rows_at`: the input and dim whose size is the number of
-    rows, or None.
+    `in_axes`, `out_axes`: the dim of each that the batch is cut along, or None. `rows_at`: an input, and the dim of it whose size is the
+    number of rows; or None.
     """
 
     def __init__(self, flow: Flow, unit: Unit, inputs: Sequence[str], symbols: Mapping[str, tuple[int, int]]):
@@ -46,12 +47,12 @@ def body(program: Program, calls: Sequence[tuple[str, Part]]) -> Body | None:
     inputs, outputs = external_values(flow, Launch(tuple(calls), "body", "body"))
     unit = compose([program.units[name] for name, _ in calls], [v for v, _ in outputs])
     names = [v for v, _ in inputs]
-    symbols: dict[str, tuple[int, int]] = {}
-    for i, name in enumerate(names):
-        for dim, size in enumerate(flow.value[name].shape):
-            if size in flow.symbols:
+    symbols: dict[str, tuple[int, int]] = {}  # where each can be read; the number of rows only where the batch is cut
+    for i, value in enumerate(flow.value[name] for name in names):
+        for dim, size in enumerate(value.shape):
+            if size in flow.symbols and (size not in flow.batch or dim == value.axis):
                 symbols.setdefault(size, (i, dim))
-    needed = {s for arg in unit.args if isinstance(arg, Expr) for s in flow.symbols if s in arg.text}
+    needed = {s for arg in unit.args if isinstance(arg, Expr) for s in flow.symbols if re.search(rf"\b{s}\b", arg.text)}
     return Body(flow, unit, names, symbols) if needed <= set(symbols) else None
 
 

@@ -12,10 +12,12 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow.context import Context
+from dynaflow.ir import Flow, Op, Part, Value
 from dynaflow.kernels import add_rms_norm as kernel
 from dynaflow.kernels import chunked
 from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
+from dynaflow.runtime.program import Expr, Program, Unit
 from dynaflow.testing.flows import random_flow
 from tests.cpu.runtime.test_ranks import RowParallel, worker
 from tests.cpu.strategies.models import NETWORK, send
@@ -86,6 +88,24 @@ def test_there_is_no_body_of_ops_on_several_parts_and_without_a_program():
     assert seen["one"] is not None and seen["two"] is None
     run_strategy(case.flow, Looks(), context)
     assert seen["one"] is None
+
+
+def by_hand(cut):
+    """An op that takes a mask [rows, rows], x [rows, 4] and the number of rows. The input `cut` alone is cut."""
+    def value(name, width, role="input"):
+        return Value(name, ("s0", width), "float32", "16*s0", 0 if name in (cut, "y") else None, role, name)
+
+    values = value("mask", "s0"), value("x", "4"), value("y", "4", "output")
+    flow = Flow("hand", values, (Op("f", "compute", ("mask", "x"), ("y",)),), ("y",), ("s0",), ("s0",))
+    unit = Unit(lambda mask, x, rows: (torch.zeros(rows, 4),), ("mask", "x", Expr("s0")), ("y",))
+    return body(Program(flow, {"f": unit}, {}), [("f", Part(0, 1, 2))])
+
+
+def test_the_number_of_rows_is_read_where_the_batch_is_cut():
+    """The mask comes first and has the whole batch's size: a part has fewer rows."""
+    function = by_hand("x")
+    assert function.rows_at == (1, 0) and function(torch.zeros(6, 6), torch.zeros(3, 4))[0].shape == (3, 4)
+    assert by_hand("mask").rows_at == (0, 0) and by_hand("nothing") is None
 
 
 # -- chunks
