@@ -11,7 +11,21 @@ from dynaflow.ir import Flow, Op, Part, Plan
 from dynaflow.memory import place
 from dynaflow.offload import offload, onload
 from dynaflow.runtime.lanes import profile
-from dynaflow.strategies import Branches, NanoBatch, Offload, Sequential, TwoBatch
+from dynaflow.strategies import (
+    Branches,
+    CommOverlap,
+    DualBatch,
+    FusedGemm,
+    Mixed,
+    NanoBatch,
+    NanoFlow,
+    Offload,
+    PrefillDecode,
+    Sequential,
+    SingleBatch,
+    TokenWeave,
+    TwoBatch,
+)  # fmt: skip
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify
@@ -19,7 +33,8 @@ from dynaflow.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
-    "Branches", "DynaFlowError", "Flow", "NanoBatch", "Offload", "Op", "Part", "Plan", "PlanRefused", "Sequential", "SplitFunc",
-    "SplitModule", "Strategy", "StrategyError", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload", "place",
+    "Branches", "CommOverlap", "DualBatch", "DynaFlowError", "Flow", "FusedGemm", "Mixed", "NanoBatch", "NanoFlow", "Offload", "Op",
+    "Part", "Plan", "PlanRefused", "PrefillDecode", "Sequential", "SingleBatch", "SplitFunc", "SplitModule", "Strategy",
+    "StrategyError", "TokenWeave", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload", "place",
     "profile", "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "verify",
 ]  # fmt: skip

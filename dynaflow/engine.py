@@ -38,7 +38,7 @@ from dynaflow.planned import Fallback, Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.region import Region
-from dynaflow.replacement import check_replacement
+from dynaflow.replacement import body, check_replacement
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run, is_profiling
@@ -392,6 +392,7 @@ class CapturedGraph:
         planner = run_strategy(
             self.flow, self.settings.strategy, context,
             check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
+            make_body=lambda calls: body(self.built.program, calls),
         )  # fmt: skip
         plan = planner.finish()
         self.settings.count(plans=1)

@@ -296,8 +296,8 @@ class Launch:
     replace: str = ""
     # file:line of the strategy, for errors; no part of the plan's identity
     where: str = field(default="", compare=False)
-    # calls that it must come after, though it touches nothing of theirs; `synchronise` makes waits of it
-    after: tuple[tuple[str, Part], ...] = field(default=(), compare=False)
+    # numbers of launches that must be over before it although nothing else orders them; `synchronise` makes waits of them
+    after: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def is_group(self) -> bool:

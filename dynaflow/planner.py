@@ -15,7 +15,7 @@ import re
 import sys
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from math import lcm
 from types import FrameType
@@ -52,6 +52,12 @@ class ReadyOp:
         return [self._planner._handles[i] for i in self._planner._successors[self._item]]
 
     @property
+    def needs(self) -> list[ReadyOp]:
+        """What it depends on and is not executed yet."""
+        planner = self._planner
+        return [planner._handles[i] for i in planner._predecessors[self._item] if not planner._done[i]]
+
+    @property
     def grows(self) -> bool:
         """Whether its results take more memory than what it reads, parameters aside."""
         flow = self._planner.flow
@@ -62,6 +68,10 @@ class ReadyOp:
     @property
     def is_ready(self) -> bool:
         return self._item in self._planner._ready
+
+    @property
+    def is_executed(self) -> bool:
+        return bool(self._planner._done[self._item])
 
     def __repr__(self) -> str:
         return f"{self.name} {self.part}".rstrip()
@@ -76,13 +86,14 @@ class Planner:
         context: Context,
         costs: Costs | None = None,
         check_replacement: Callable[[Callable[..., Any], Sequence[tuple[str, Part]], str], None] | None = None,
+        make_body: Callable[[Sequence[tuple[str, Part]]], Callable[..., Any] | None] | None = None,
     ):
         self.flow, self.context = flow, context
         self.functions: dict[str, Callable[..., Any]] = {}
         if costs:
             check_costs(flow, costs)
         self._costs = costs or {}
-        self._check_replacement = check_replacement
+        self._check_replacement, self._make_body = check_replacement, make_body
         self._default_parts: tuple[Part, ...] = (WHOLE,)
         self._parts_of: dict[str, tuple[Part, ...]] = {}
         self._streams: dict[str, Stream] = {}
@@ -132,6 +143,17 @@ class Planner:
     def sequential(self, reason: str) -> None:
         """Give up: run the graph as it is, and say why."""
         self._reason = reason
+
+    def cost_of(self, op: Op) -> Cost | None:
+        """What an op takes over the whole batch, where known."""
+        return self._costs.get(op.name)
+
+    def body(self, items: Sequence[ReadyOp]) -> Any:
+        """What these ops of one part do, as one function: `execute(items, replace=flow.body(items))` changes nothing.
+
+        None where it cannot be had: the flow has no functions behind it, or an op takes a size that none of its inputs has.
+        """
+        return self._make_body([(item.name, item.part) for item in items]) if self._make_body is not None else None
 
     # -- 2. items
 
@@ -185,6 +207,7 @@ class Planner:
         self._successors = [[] for _ in handles]
         self._num_unmet = [0] * len(handles)
         self._done = bytearray(len(handles))
+        self._number = [0] * len(handles)  # of the launch that an item is in
         for before, after, by_rows in flow.edges:
             (a, a_parts), (b, b_parts) = parts_of[before], parts_of[after]
             if by_rows and a_parts == b_parts:
@@ -206,6 +229,14 @@ class Planner:
                     self._num_unmet[first + k + 1] += 1
         self._ready = {i: h for i, h in enumerate(handles) if self._num_unmet[i] == 0}
 
+    @cached_property
+    def _predecessors(self) -> list[list[int]]:
+        table: list[list[int]] = [[] for _ in self._handles]
+        for i, successors in enumerate(self._successors):
+            for j in successors:
+                table[j].append(i)
+        return table
+
     # -- 3. execute
 
     def execute(
@@ -215,15 +246,15 @@ class Planner:
         """Launch one ready op; or one op over several adjacent parts; or `replace`, one function, in the place of several.
 
         `replace` gets the group's external inputs in order of first use and returns its external outputs in order.
-        `after`: executed ops that this one must wait for, though it uses nothing of theirs: so that it can have their memory.
+        `after`: executed ops that must be over first, although it does not depend on them. What is fetched ahead must not be so too far:
+        its memory is that of what those used.
         """
         where = self._where(sys._getframe(1))
-        behind = self._executed(after, where) if after else ()
         if stream not in self._streams:
             self._declare(stream, 0, None, where, is_use=True)
         if type(ready) is ReadyOp and replace is None:
             self._finish(ready, (ready,), where)
-            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where, behind))
+            self._launches.append(Launch(((ready.name, ready.part),), stream, "", where, self._numbers(after, where) if after else ()))
             return
         group = (ready,) if isinstance(ready, ReadyOp) else tuple(ready)
         for item in group:
@@ -240,23 +271,18 @@ class Planner:
                 self._check_replacement(replace, calls, where)
             for item in group:
                 self._finish(item, group, where)
-            self._launches.append(Launch(calls, stream, name, where, behind))
+            self._launches.append(Launch(calls, stream, name, where, self._numbers(after, where)))
             return
         part = self._joined(group, where)
         for item in group:
             self._finish(item, group, where)
-        self._launches.append(Launch(((group[0].name, part),), stream, "", where, behind))
+        self._launches.append(Launch(((group[0].name, part),), stream, "", where, self._numbers(after, where)))
 
-    def _executed(self, items: Sequence[ReadyOp], where: str) -> tuple[tuple[str, Part], ...]:
-        """The launched calls that hold these items."""
-        launched = {op: [part for launch in self._launches for name, part in launch.calls if name == op] for op in {i.name for i in items}}
-        found = []
-        for item in items:
-            if item._planner is not self or not self._done[item._item]:
-                raise errors.StrategyError(
-                    f"flow.execute got after='{item}', which is not executed.", where=where, fix="name ops that were executed before")
-            found += [(item.name, part) for part in launched[item.name] if covers((part,), item.part)]
-        return tuple(found)
+    def _numbers(self, after: Sequence[ReadyOp], where: str) -> tuple[int, ...]:
+        for item in after:
+            if not item.is_executed or self._number[item._item] == len(self._launches):
+                raise errors.OpNotReady(f"'{item}' is not executed, and nothing can come after it.", where=where, fix="execute it first")
+        return tuple(sorted({self._number[item._item] for item in after}))
 
     def _finish(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> None:
         i = item._item
@@ -267,6 +293,7 @@ class Planner:
             raise self._not_ready(item, group, where)
         del self._ready[i]
         self._done[i] = 1
+        self._number[i] = len(self._launches)
         self._idle_looks = 0
         num_unmet, handles, newly = self._num_unmet, self._handles, self._ready
         for j in self._successors[i]:
@@ -288,6 +315,34 @@ class Planner:
                     why=f"{left} and {right} are not adjacent rows", fix="pass adjacent parts")  # fmt: skip
         joined = Part(parts[0].lo, parts[-1].hi, first.part.of)
         return WHOLE if joined.is_whole else joined
+
+    # -- strategies inside of strategies
+
+    def trial(self, flow: Flow | None = None, part: Part = WHOLE) -> Planner:
+        """A planner of its own: for the same flow, or for some ops of it on one part. `repeat` does here what was done there."""
+        costs = {name: cost.of(part) for name, cost in self._costs.items()}
+        make_body = self._make_body
+
+        def body(calls: Sequence[tuple[str, Part]]) -> Any:
+            return make_body([(name, part) for name, _ in calls]) if make_body is not None else None
+
+        return Planner(flow or self.flow, self.context, costs, None, self._make_body if flow is None else body)
+
+    def split_as(self, trial: Planner) -> None:
+        """Cut the batch as a trial did."""
+        self._default_parts, self._parts_of = trial._default_parts, dict(trial._parts_of)
+
+    def repeat(self, launch: Launch, trial: Planner, stream: str, part: Part | None = None) -> None:
+        """Execute a trial's launch, on another stream; `part`: the part that the trial was for."""
+        calls = [(name, part or mine) for name, mine in launch.calls]
+        items = [item for name, mine in calls for item in self._items_in(name, mine)]
+        before = [call for number in launch.after for call in trial._launches[number].calls]
+        after = [item for name, mine in before for item in self._items_in(name, part or mine)]
+        self.execute(items, stream, replace=trial.functions[launch.replace] if launch.replace else None, after=after)
+
+    def _items_in(self, name: str, part: Part) -> list[ReadyOp]:
+        first, parts = self.find(name)._item, self._parts_for(self.flow.op(name))
+        return [self._handles[first + k] for k, mine in enumerate(parts) if covers([part], mine)]
 
     # -- 4. the end
 

@@ -1,15 +1,59 @@
-"""Check a replacement function before it is planned: on fakes, its outputs must be those of the ops that it stands in for."""
+"""Replacement functions: what they can be made of, and a check before they are planned.
+
+`body` is what ops do, as a function. `check_replacement` calls a function on fakes: its outputs must be those of the ops that it stands
+in for.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch._subclasses import FakeTensorMode
 
 from dynaflow.errors import ReplacementMismatch
-from dynaflow.ir import Flow, Launch, Part
+from dynaflow.ir import Flow, Launch, Part, evaluate
 from dynaflow.runtime.binder import external_values
+from dynaflow.runtime.compose import compose
+from dynaflow.runtime.program import Expr, Program, Unit
+
+
+class Body:
+    """What a group of ops does on one part: takes its external inputs in order of first use, returns its external outputs in order.
+
+    `in_axes`, `out_axes`: the dim of each that the batch is cut along, or None. `rows_at`: an input, and the dim of it whose size is the
+    number of rows; or None.
+    """
+
+    def __init__(self, flow: Flow, unit: Unit, inputs: Sequence[str], symbols: Mapping[str, tuple[int, int]]):
+        self.unit, self.inputs, self._symbols = unit, tuple(inputs), dict(symbols)
+        self.in_axes = tuple(flow.value[v].axis for v in inputs)
+        self.out_axes = tuple(flow.value[v].axis for v in unit.outs)
+        self.rows_at = next((symbols[s] for s in flow.batch if s in symbols), None)
+        self._args = tuple(a if isinstance(a, Expr) else self.inputs.index(a) for a in unit.args)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self._symbols.items()}
+        return tuple(self.unit.fn(*[evaluate(a.text, sizes) if isinstance(a, Expr) else tensors[a] for a in self._args]))
+
+
+def body(program: Program, calls: Sequence[tuple[str, Part]]) -> Body | None:
+    """None where ops are on several parts, touch pieces, or take a size that no input of theirs has."""
+    flow, ops = program.flow, [program.flow.op(name) for name, _ in calls]
+    touched = [v for op in ops for v in (*op.reads, *op.mutates, *op.writes)]
+    if len({part for _, part in calls}) > 1 or any(flow.value[v].home or v in flow.pieces for v in touched):
+        return None
+    inputs, outputs = external_values(flow, Launch(tuple(calls), "body", "body"))
+    unit = compose([program.units[name] for name, _ in calls], [v for v, _ in outputs])
+    names = [v for v, _ in inputs]
+    symbols: dict[str, tuple[int, int]] = {}  # where each can be read; the number of rows only where the batch is cut
+    for i, value in enumerate(flow.value[name] for name in names):
+        for dim, size in enumerate(value.shape):
+            if size in flow.symbols and (size not in flow.batch or dim == value.axis):
+                symbols.setdefault(size, (i, dim))
+    needed = {s for arg in unit.args if isinstance(arg, Expr) for s in flow.symbols if re.search(rf"\b{s}\b", arg.text)}
+    return Body(flow, unit, names, symbols) if needed <= set(symbols) else None
 
 
 def check_replacement(

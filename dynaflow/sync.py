@@ -1,11 +1,12 @@
 """Plan without waits -> the same plan with the fewest records and waits.
 
 Contract: in the result, every two launches that touch the same memory (one of them writing) are ordered by streams and
-waits, every stream starts after the caller's and the caller's continues after every stream; and no wait can be left out.
+waits, every stream starts after the caller's and the caller's continues after every stream; and no wait can be left out (those that
+a strategy asked for, `after=`, aside).
 
 1. Rows: the plan's part boundaries cut the batch into segments; an access by rows touches the segments of its part.
 2. Walk the launches in host order. Per storage and segment, remember the last writer and the readers since.
-3. What a launch must wait for is, per other stream, one launch: the latest that it conflicts with, or is to come after.
+3. What a launch must wait for is, per other stream, one launch: the latest that it conflicts with, or that it is to come after.
 4. Drop what this stream already waited for, and what another of these launches itself waited for (vector clocks).
 5. The rest become waits; each awaited launch records one event right behind it.
 6. The caller's stream joins the streams in the same way.
@@ -39,8 +40,8 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
     readers: dict[int, list[tuple[int, int]]] = {}
     waits: list[list[tuple[int, int]]] = []  # per launch, and once more for the end: (stream, position) to wait for
     awaited: set[tuple[int, int]] = set()
-    launched: dict[tuple[str, Part], tuple[int, int]] = {}
     nothing: list[tuple[int, int]] = []
+    places: list[tuple[int, int]] = []  # per launch: its stream and position
 
     def settle(s: int, need: dict[int, int]) -> list[tuple[int, int]]:
         """Step 4 for stream s: the (stream, position) pairs that must become waits. All of `need` is still open."""
@@ -63,6 +64,10 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
         me = (s, length[s])
         mine = clock[s]
         need: dict[int, int] = {} if mine[0] else {0: 0}
+        for number in launch.after:
+            t, p = places[number]
+            if t != s and mine[t] <= p and need.get(t, -1) < p:
+                need[t] = p
         for op, part in launch.calls:
             rows = segments_of[part]
             for storage, by_rows, is_write in accesses[op_index[op]]:
@@ -83,12 +88,8 @@ def synchronise(flow: Flow, plan: Plan) -> Plan:
                         readers[key].append(me)
                     else:
                         readers[key] = [me]
-        for call in launch.after:
-            t, p = launched[call]
-            if t != s and mine[t] <= p and need.get(t, -1) < p:
-                need[t] = p
-        launched.update(dict.fromkeys(launch.calls, me))
         waits.append(settle(s, need) if need else nothing)
+        places.append(me)
         length[s] += 1
         mine[s] = length[s]
         clock_after[s].append(mine[:])

@@ -2,7 +2,7 @@
 
     python -m dynaflow.testing.fuzz --flows 1000 --interleavings 10 --mutants 10000 --json benchmarks/results/fuzz.json
 
-1. Valid plans: random flows x 5 strategies, each plan as it is, and with random launches fused and random values loose. Each must be
+1. Valid plans: random flows x 7 strategies, each plan as it is, and with random launches fused and random values loose. Each must be
    accepted (and its text, its serialised form and harmless edits of it), refused without any one of its waits, and give the
    program's result, bit by bit, under every interleaving, and for other sizes.
 2. Mutants: plans with one mistake. Each one that an interleaving shows wrong must be refused.
@@ -38,10 +38,24 @@ from dynaflow.fuse import fuse
 from dynaflow.ir import Plan, Wait
 from dynaflow.memory import bind_memory, internal_values, loose_values, place
 from dynaflow.planner import run_strategy
+from dynaflow.replacement import body
 from dynaflow.runtime import fake
 from dynaflow.runtime.binder import bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategies import (
+    Branches,
+    CommOverlap,
+    DualBatch,
+    FusedGemm,
+    Mixed,
+    NanoBatch,
+    NanoFlow,
+    PrefillDecode,
+    Sequential,
+    SingleBatch,
+    TokenWeave,
+    TwoBatch,
+)  # fmt: skip
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
 from dynaflow.testing.edits import harmless_edit, mutate_memory
@@ -72,12 +86,24 @@ class Tally:
 
 
 def strategies(case: Case) -> list[Strategy]:
-    return [Sequential(), TwoBatch(), NanoBatch(3), Branches(3), RandomStrategy(case.seed, case)]
+    field = overlaps(case)
+    in_turn = [field[(2 * case.seed + k) % len(field)] for k in range(2)]
+    return [Sequential(), TwoBatch(), NanoBatch(3), Branches(3), RandomStrategy(case.seed, case), *in_turn]
+
+
+def overlaps(case: Case) -> list[Strategy]:
+    """The strategies of the field, with thresholds that small batches pass. Of each flow, two of them in turn are tried."""
+    half, memory = case.batch_size // 2, ("*.op1", "*.op?3", "*.op?7")
+    return [
+        NanoFlow(min_tokens=1, memory_ops=memory), DualBatch(0, lead=1 + case.seed % 2), SingleBatch(), CommOverlap(3, 1), TokenWeave(1, 0),
+        FusedGemm(2, 1), PrefillDecode(half, attention="*"), Mixed(TwoBatch(), Branches(2)), Mixed(NanoBatch(3), Branches(3)),
+    ]  # fmt: skip
 
 
 def make_plan(case: Case, strategy: Strategy, rng: random.Random | None = None) -> tuple[Plan, Functions]:
     """With `rng`, neighbouring launches of some ops are fused, and some values are loose."""
-    planner = run_strategy(case.flow, strategy, Context({"batch_size": case.batch_size}))
+    facts = {"batch_size": case.batch_size, "device": "cpu"}
+    planner = run_strategy(case.flow, strategy, Context(facts), make_body=partial(body, case.program))
     plan, loose = synchronise(case.flow, planner.finish()), frozenset[str]()
     if rng is not None:
         share = rng.choice((0.5, 0.9, 1.0))
@@ -140,8 +166,9 @@ def plan_problems(plan: Plan, case: Case, seed: int) -> Iterator[str]:
         verify(edited, flow)
     except DynaFlowError as error:
         yield f"a harmless edit is refused: {error}\n{edited}"
+    is_asked = any(launch.after for launch in plan.launches)  # waits that a strategy asked for need not be needed
     for at, step in enumerate(plan.steps):
-        if type(step) is Wait:
+        if type(step) is Wait and not is_asked:
             try:
                 verify(replace(plan, steps=plan.steps[:at] + plan.steps[at + 1 :]), flow)
             except DynaFlowError:

@@ -20,6 +20,7 @@ nothing have no column.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -161,7 +162,9 @@ def launch_label(launch: Launch, names: dict[str, str] | None = None) -> str:
             return _with_part(ops[0], parts[0])
         listed = ", ".join(ops)
         return _with_part(f"[{listed}]" if len(listed) <= MAX_FUSED else f"[{ops[0]}..{ops[-1]}, {len(ops)} ops]", parts[0])
-    function = launch.replace.rsplit(".", 1)[-1]
+    # `pkg.fn(by=0.5).3`, the fourth function of that name, is fn(by=0.5)
+    name, paren, given = re.sub(r"\.\d+$", "", launch.replace).partition("(")
+    function = name.rsplit(".", 1)[-1] + paren + given
     if len(set(parts)) == 1:
         return _with_part(f"{function}[{', '.join(ops)}]", parts[0])
     return f"{function}[{', '.join(_with_part(op, part) for op, part in zip(ops, parts))}]"

@@ -188,7 +188,7 @@ def test_after_is_a_wait():
 
 def test_after_something_that_is_not_executed():
     flow = flow_of("input x\na: x -> p\nb: x -> q\nc: p q -> y\noutput y")
-    with pytest.raises(StrategyError, match="after='c', which is not executed"):
+    with pytest.raises(StrategyError, match="'c' is not executed"):
         plan(flow, After(is_executed=False))
 
 

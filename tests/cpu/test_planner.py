@@ -5,10 +5,11 @@ import pytest
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost
-from dynaflow.ir import WHOLE, Part
+from dynaflow.ir import WHOLE, Launch, Part, Record
 from dynaflow.planner import plan
 from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
+from dynaflow.sync import synchronise
 from tests.cpu.flows import chain, diamond, stateful
 
 
@@ -322,3 +323,127 @@ def test_an_error_of_the_strategy_itself_names_its_line():
 def test_every_message_is_at_most_twelve_lines():
     error = assert_rejects(errors.OpNeverExecuted, lambda flow: None, chain(50))
     assert len(str(error).splitlines()) <= 12
+
+
+# -- what an op waits for, and what it is to come after
+
+
+def test_needs_are_what_is_not_executed_yet():
+    seen = []
+
+    def look(flow):
+        flow.split(2)
+        last = flow.find("d", 1)
+        while ready := flow.get_ready_ops():
+            seen.append((sorted(r.name for r in last.needs), last.is_executed))
+            flow.execute(min(ready, key=lambda r: (r.depth, r.name, r.part)))
+        seen.append((last.needs, last.is_executed))
+
+    run(look, diamond())
+    steps = [needs for needs, _ in seen]
+    assert steps[0] == ["b", "c"] and steps.index(["c"]) < steps.index([]) and seen[-1] == ([], True) and not seen[-2][1]
+
+
+def after_first(flow, is_after=True):
+    """Two branches on two streams; the second one's op waits for the first one's, if it is to come after it."""
+    a, b, c, d = (flow.find(name) for name in "abcd")
+    flow.execute(a)
+    flow.execute(b, stream="compute")
+    flow.execute(c, stream="aux", after=[b] if is_after else [])
+    flow.execute(d)
+
+
+def waits(p, flow):
+    """(launch, what its stream was made to wait for right before it) by labels."""
+    recorded, found, open_waits, last = {}, {}, {}, {}
+    for step in synchronise(flow, p).steps:
+        if isinstance(step, Launch):
+            found[step.label] = open_waits.pop(step.stream, [])
+            last[step.stream] = step.label
+        elif isinstance(step, Record):
+            recorded[step.event] = last.get(step.stream)
+        else:
+            open_waits.setdefault(step.stream, []).append(recorded[step.event])
+    return found
+
+
+def test_after_makes_a_wait_and_nothing_else_does():
+    assert waits(run(after_first, diamond()), diamond())["c"] == ["b"]
+    assert waits(run(lambda flow: after_first(flow, False), diamond()), diamond())["c"] == ["a"]
+
+
+def test_after_on_one_stream_needs_no_wait():
+    def one_stream(flow):
+        a, b, c, d = (flow.find(name) for name in "abcd")
+        flow.execute(a)
+        flow.execute(b)
+        flow.execute(c, after=[a, b])
+        flow.execute(d)
+
+    assert waits(run(one_stream, diamond()), diamond()) == {"a": [None], "b": [], "c": [], "d": []}
+
+
+def test_rejects_after_what_is_not_executed():
+    def too_early(flow):
+        flow.execute(flow.find("a"))
+        flow.execute(flow.find("b"), after=[flow.find("c")])
+
+    with pytest.raises(errors.OpNotReady, match="'c' is not executed") as error:
+        run(too_early, diamond())
+    assert "test_planner.py" in error.value.where
+
+
+def test_rejects_after_itself():
+    def itself(flow):
+        flow.execute(flow.find("a"), after=[flow.find("a")])
+
+    with pytest.raises(errors.OpNotReady, match="'a' is not executed"):
+        run(itself, diamond())
+
+
+def test_costs_are_known_before_the_split():
+    seen = []
+
+    def look(flow):
+        seen.extend(flow.cost_of(op) for op in flow.ops)
+        flow.split(2)
+        drain(flow)
+
+    plan(diamond(), schedule(look), costs=COSTS)
+    assert seen == [COSTS[name] for name in "abcd"]
+    seen.clear()
+    run(look, diamond())
+    assert seen == [None] * 4
+
+
+# -- a schedule tried out, and repeated
+
+
+def test_a_trial_is_repeated():
+    def tried(flow):
+        trial = flow.trial()
+        TwoBatch().schedule(trial)
+        flow.split_as(trial)
+        for launch in trial.finish().launches:
+            flow.repeat(launch, trial, "one")
+
+    assert labels(run(tried)) == labels(run(TwoBatch().schedule))
+    assert {launch.stream for launch in run(tried).launches} == {"one"}
+
+
+def test_a_trial_changes_nothing():
+    def tried(flow):
+        NanoBatch(3).schedule(flow.trial())
+        drain(flow)
+
+    assert labels(run(tried)) == labels(run(drain))
+
+
+def test_a_repeated_launch_comes_after_the_same():
+    def tried(flow):
+        trial = flow.trial()
+        after_first(trial)
+        for launch in trial.finish().launches:
+            flow.repeat(launch, trial, launch.stream)
+
+    assert run(tried, diamond()).launches[2].after == (1,)

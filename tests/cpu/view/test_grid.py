@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dynaflow.ir import Plan
-from dynaflow.view.grid import cells, grid, short_names
+from dynaflow.ir import Launch, Part, Plan
+from dynaflow.view.grid import cells, grid, launch_label, short_names
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = ("two_batch", "branches", "sequential", "fused")
@@ -106,3 +106,12 @@ def test_empty_plan():
 )
 def test_short_names(names, short):
     assert list(short_names(names)[0].values()) == short
+
+
+@pytest.mark.parametrize(("name", "shown"), [
+    ("pkg.mod.fn", "fn"), ("pkg.mod.fn.3", "fn"), ("pkg.fn(by=0.5)", "fn(by=0.5)"), ("pkg.fn(by=0.5).12", "fn(by=0.5)"),
+])  # fmt: skip
+def test_a_replacement_is_shown_by_its_function(name, shown):
+    """Functions of one name are numbered in the plan; a reader needs the name."""
+    launch = Launch((("ar", Part(0, 1, 2)), ("norm", Part(0, 1, 2))), "comm", name)
+    assert launch_label(launch) == f"{shown}[ar, norm] 0/2"

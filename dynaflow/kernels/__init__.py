@@ -1,0 +1,1 @@
+"""Functions that strategies put in the place of ops."""

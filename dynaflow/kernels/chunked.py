@@ -1,0 +1,94 @@
+"""A product and the collective behind it in chunks of rows: each chunk is sent while the next is computed.
+
+On CUDA the collectives run on a stream beside the current one, on the CPU on a thread. Results are those of the two ops one after the
+other, as far as a matrix product gives the same for some of its rows as for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from dynaflow.replacement import Body
+from dynaflow.runtime.lanes import Ambient
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def can_chunk(product: Body, send: Body, both: Body) -> bool:
+    """Whether rows of the product can be told apart, and the collective alone takes them and gives rows back (or changes them in place)."""
+    takes_rows = send.inputs == product.unit.outs and None not in send.in_axes + send.out_axes
+    return product.rows_at is not None and takes_rows and len(both.unit.outs) == 1 and both.unit.outs == (send.unit.outs or send.inputs)
+
+
+class Chunked:
+    """Takes what the product takes, returns what the collective returns."""
+
+    def __init__(self, product: Body, send: Body, num_chunks: int):
+        self.product, self.send, self.num_chunks = product, send, num_chunks
+        self.__qualname__ = f"chunked(num_chunks={num_chunks})"  # what plans call it
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        x = inputs[0]
+        beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
+        sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self._send)
+        return torch.cat([result for (result,) in sent], (self.send.out_axes or self.send.in_axes)[0] or 0)
+
+    def _send(self, *chunk: torch.Tensor) -> Tensors:
+        return self.send(*chunk) or chunk  # one that works in place returns nothing
+
+    def _chunks(self, inputs: Tensors) -> Iterator[Tensors]:
+        at, dim = self.product.rows_at or (0, 0)
+        rows = inputs[at].shape[dim]
+        num_chunks = min(self.num_chunks, rows)
+        for k in range(num_chunks):
+            lo, hi = rows * k // num_chunks, rows * (k + 1) // num_chunks
+            yield tuple(_cut(x, axis, rows, lo, hi) for x, axis in zip(inputs, self.product.in_axes, strict=True))
+
+
+def _cut(x: torch.Tensor, axis: int | None, rows: int, lo: int, hi: int) -> torch.Tensor:
+    if axis is None:
+        return x
+    per_row = x.shape[axis] // rows
+    return x.narrow(axis, lo * per_row, (hi - lo) * per_row)
+
+
+def in_turn(chunks: Iterator[Tensors], send: Callable[..., Tensors]) -> list[Tensors]:
+    return [send(*chunk) for chunk in chunks]
+
+
+def on_thread(chunks: Iterator[Tensors], send: Callable[..., Tensors]) -> list[Tensors]:
+    """Each collective starts when its chunk is there; one after the other, in order, as all ranks expect."""
+    ambient = Ambient()
+
+    def run(chunk: Tensors) -> Tensors:
+        with ambient.enter():
+            return send(*chunk)
+
+    with ThreadPoolExecutor(1, "dynaflow-chunks") as thread:
+        sent: list[Future[Tensors]] = [thread.submit(run, chunk) for chunk in chunks]
+        return [one.result() for one in sent]
+
+
+@cache
+def _side_stream(device: int, stream: int) -> Any:
+    """One per stream that calls: its memory is used again only after that stream's earlier work."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def on_stream(chunks: Iterator[Tensors], send: Callable[..., Tensors]) -> list[Tensors]:
+    main = torch.cuda.current_stream()
+    side = _side_stream(main.device.index, main.cuda_stream)
+    made, sent = [], []  # both are kept until the streams have met again
+    for chunk in chunks:
+        made.append(chunk)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            sent.append(send(*chunk))
+    main.wait_stream(side)
+    return sent

@@ -1,0 +1,56 @@
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+from dynaflow.errors import OptionError
+from dynaflow.ir import Op
+from dynaflow.planner import Planner
+from dynaflow.strategies.common import ATTENTION, at_least, by_stage, can_split_network, is_named, rows_of
+from dynaflow.strategy import Strategy
+
+LANES = ("compute", "memory", "network", "copy")
+
+
+class NanoFlow(Strategy):
+    """Parts of different sizes per class of op; compute, memory and network ops on streams of their own.
+
+    compute | qkv 0  qkv 1    o 0      o 1    mlp 0  mlp 1 ...
+    memory  |        attn 0a  attn 0b  attn 1a  attn 1b
+    network |                          ar 0   ar 1   ...
+
+    Memory ops are those that `memory_ops` names (globs): attention that reads a cache, which leaves room for matrix products beside it.
+    They are cut finer than the others, at the same places, and the first part is the smaller one: what waits for it starts early.
+    `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
+    Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
+    """
+
+    def __init__(self, compute: Sequence[float] = (0.375, 0.625), memory: Sequence[float] = (0.1875, 0.1875, 0.3125, 0.3125),
+                 min_tokens: int = 384, memory_ops: str | tuple[str, ...] = ATTENTION, sms: Mapping[str, int] | None = None):  # fmt: skip
+        at_least(0, min_tokens=min_tokens)
+        at_least(1, **(sms or {}))
+        for name, shares in (("compute", compute), ("memory", memory)):
+            if any(not 0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+                why = f"they add up to {sum(shares):g}"
+                raise OptionError(f"{name}={shares!r} does not tile the batch.", why=why, fix="give positive shares that add up to 1")
+        if unknown := sorted({*(sms or {})} - {*LANES}):
+            raise OptionError(f"sms={sms!r}: there is no stream {unknown[0]!r}.", fix=f"use {', '.join(LANES)}")
+        self.compute, self.memory, self.min_tokens = tuple(map(float, compute)), tuple(map(float, memory)), min_tokens
+        self.memory_ops, self.sms = memory_ops, dict(sms or {})
+
+    def schedule(self, flow: Planner) -> None:
+        if not can_split_network(flow) and not any(self._lane(op) == "memory" and not op.unsplittable for op in flow.ops):
+            return flow.sequential("no network or memory op can be split")
+        rows = rows_of(flow.flow, self.min_tokens)
+        if flow.context.batch_size < ceil(rows / min(self.compute)):
+            return flow.sequential(f"fewer than {self.min_tokens} tokens in a part")
+        flow.split(self.compute)
+        if flow.context.batch_size >= ceil(rows / min(self.memory)):
+            flow.split(self.memory, ops=lambda op: self._lane(op) == "memory" and not op.unsplittable)
+        for lane in LANES:
+            flow.stream(lane, priority=-1 if lane == "network" else 0, sms=self.sms.get(lane))
+        order = by_stage(flow, sends=lambda op: self._lane(op) != "compute")
+        while ready := flow.get_ready_ops():
+            r = min(ready, key=order)
+            flow.execute(r, stream=self._lane(r.op))
+
+    def _lane(self, op: Op) -> str:
+        return op.kind if op.kind in ("network", "copy") else "memory" if is_named(op.name, self.memory_ops) else "compute"

@@ -1,0 +1,41 @@
+from dynaflow.errors import OptionError
+from dynaflow.planner import Planner
+from dynaflow.strategies.common import ATTENTION, at_least, is_named
+from dynaflow.strategy import Strategy
+
+
+class PrefillDecode(Strategy):
+    """A mixed batch: the attention of rows that prefill beside that of rows that decode; all else over the whole batch.
+
+    compute | qkv                  o  mlp  qkv ...
+    prefill |      attn [0, p)
+    decode  |      attn [p, B)
+
+    p, the number of rows that prefill (they come first), is the tag `tag`: `with df.context(num_prefill=3): fast(x)`; or a parameter.
+    `attention`: globs over the names of ops. `prefill_sms`, `decode_sms`: SMs that each has for itself.
+    """
+
+    def __init__(self, num_prefill: int | None = None, attention: str | tuple[str, ...] = ATTENTION,
+                 tag: str = "num_prefill", prefill_sms: int | None = None, decode_sms: int | None = None):  # fmt: skip
+        at_least(0, num_prefill=num_prefill)
+        at_least(1, prefill_sms=prefill_sms, decode_sms=decode_sms)
+        self.num_prefill, self.attention, self.tag = num_prefill, attention, tag
+        self.prefill_sms, self.decode_sms = prefill_sms, decode_sms
+
+    def schedule(self, flow: Planner) -> None:
+        at = self.num_prefill if self.num_prefill is not None else flow.context.tags.get(self.tag)
+        if at is None:
+            return flow.sequential(f"the context has no tag {self.tag}: where prefill ends is not known")
+        at_least(0, num_prefill=at)
+        if at == 0 or flow.context.batch_size == at:
+            return flow.sequential("all rows are in one phase")
+        if flow.context.batch_size < at:
+            raise OptionError(f"num_prefill={at} rows prefill, of a batch of {flow.context.batch_size}.", fix="count rows of this batch")
+        attention = {op.name for op in flow.ops if is_named(op.name, self.attention) and not op.unsplittable and op.kind != "network"}
+        if not attention:
+            return flow.sequential(f"no op that can be split is named {self.attention}")
+        flow.split([at, -1], ops=lambda op: op.name in attention)
+        lanes = [flow.stream("prefill", sms=self.prefill_sms), flow.stream("decode", priority=-1, sms=self.decode_sms)]
+        while ready := flow.get_ready_ops():
+            r = min(ready, key=lambda r: (r.depth, r.part))
+            flow.execute(r, stream=lanes[r.part.lo > 0] if r.name in attention else "compute")
