@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from benchmarks.overlap.rows import WORKLOADS, Workload, select
 from benchmarks.overlap.sections import measured
 from benchmarks.overlap.variants import SHARED, STRATEGIES, WITHOUT_WORKLOAD, Variants, one_stream
 from benchmarks.store import Result, failed, load, publish, stamped
+from dynaflow.testing.network import LINKS, find_link
 
 
 def main() -> int:
@@ -60,13 +62,13 @@ class Suite:
         self.began = time.perf_counter()
         made_by = "python -m benchmarks.overlap " + " ".join(sys.argv[1:])
         self.wish = {"tiny": args.tiny, "device": args.device, "options": args.options, "rounds": args.rounds, "only": args.only,
-                     "made_by": made_by}  # fmt: skip
+                     "link": args.link, "sms": args.sms, "made_by": made_by}  # fmt: skip
         self.bad: list[str] = []
         self.not_run: list[str] = []
 
     def run(self) -> int:
         args = self.args
-        phase, workloads = "warm" if args.warm else "time", select(args.rows or "*")
+        phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
         num_jobs = (args.jobs or max(1, (os.cpu_count() or 1) // 2)) if args.warm else 1
         names = [w.name for w in workloads if strategies_of(w, args.only)]
         for done in runner.run("overlap", phase, names, self.wish, num_jobs, self._left, args.row_limit_s, args.min_row_s):
@@ -113,6 +115,12 @@ def strategies_of(workload: Workload, only: str) -> list[str]:
     return [s for s, kinds in STRATEGIES.items() if workload.kind in kinds and (not only or s in only.split(","))]
 
 
+def on_link(workloads: list[Workload], link: str, sms: int) -> list[Workload]:
+    """On another link than their own, or on other SMs, where that is asked for."""
+    links = [find_link(link) if link else w.link for w in workloads]
+    return [replace(w, link=own.with_sms(sms) if sms else own) for w, own in zip(workloads, links)]
+
+
 def rows_of(workload: Workload, wish: Result, found: dict[str, Result]) -> list[Result]:
     """strategy -> result, as rows of the file."""
     return [
@@ -128,7 +136,7 @@ def failed_rows(workload: Workload, wish: Result, error: Exception) -> list[Resu
 
 
 def run_child(wish: dict[str, Any]) -> int:
-    (workload,) = [w for w in WORKLOADS if w.name == wish["row"]]
+    (workload,) = on_link([w for w in WORKLOADS if w.name == wish["row"]], wish["link"], wish["sms"])
     torch.set_grad_enabled(False)
     began = time.perf_counter()
     try:
@@ -153,6 +161,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="comma-separated globs over workloads; all")
     parser.add_argument("--only", default="", help="comma-separated strategies; all")
+    parser.add_argument("--link", default="", choices=("", *LINKS), help="for all workloads; their own (goes into a file of its own)")
+    parser.add_argument("--sms", type=int, default=0, help="SMs that collectives hold; the link's own (goes into a file of its own)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--options", type=json.loads, default={}, help='options of every df.compile, as json: {"compiler": "eager"}')
@@ -171,8 +181,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - {*STRATEGIES, ""}:
         parser.error(f"unknown strategy {', '.join(sorted(unknown))}; known: {', '.join(STRATEGIES)}")
-    if args.tiny and args.json == report.RESULTS:
-        parser.error("--tiny does not go into benchmarks/results: give --json")
+    if (args.tiny or args.link or args.sms) and args.json == report.RESULTS:
+        parser.error("--tiny, --link and --sms do not go into benchmarks/results/overlap.json: give --json")
     args.json = args.json.absolute()
     return args
 

@@ -71,7 +71,7 @@ TINY_EXPERTS = Experts(32, 4, 16, 16, 8, 4, 32, 4, 16, 16, sent_to=2)
 
 
 class LatentAttention(nn.Module):
-    """Prefill expands keys and values to all heads; decode attends to the latent cache itself."""
+    """Prefill expands keys and values to all heads; decode writes the cache's last place and attends to the latent cache itself."""
 
     def __init__(self, c: Experts):
         super().__init__()
@@ -85,15 +85,16 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, cache: Tensor | None) -> Tensor:
         c = self.c
         q = self.q_up(self.q_down(x)).unflatten(-1, (c.heads, -1))
+        latent, k_rope = self.kv_down(x).split((c.kv_rank, c.rope_dim), -1)
+        latent = self.kv_norm(latent)
         if cache is None:
-            latent, k_rope = self.kv_down(x).split((c.kv_rank, c.rope_dim), -1)
-            latent = self.kv_norm(latent)
             k, v = (F.linear(latent, up.flatten(0, 1)).unflatten(-1, (c.heads, -1)) for up in (self.k_up, self.v_up))
             k = torch.cat((k, k_rope.unsqueeze(2).expand(-1, -1, c.heads, -1)), -1)
             v = F.pad(v, (0, c.rope_dim))
             y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
             y = y.transpose(1, 2)[..., : c.nope_dim]
         else:
+            cache[:, :, -1] = torch.cat((latent, k_rope), -1)
             q_nope, q_rope = q.split((c.nope_dim, c.rope_dim), -1)
             q = torch.cat((torch.einsum("bghd,hdc->bghc", q_nope, self.k_up), q_rope), -1)
             weights = torch.softmax(q @ cache.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
