@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +49,17 @@ def one_stream(name: str) -> str:
     return f"{name}, one stream"
 
 
-def find(name: str) -> df.Strategy:
-    """The strategy by its name, with its own settings."""
+# settings under which few tokens are enough: tiny models have no more, and strategies would give up
+FEW_TOKENS = {"min_tokens": 0, "min_decode_tokens": 0, "min_part_tokens": 1, "min_chunk_tokens": 1, "wave": 1}
+
+
+def find(name: str, tiny: bool = False) -> df.Strategy:
+    """The strategy by its name, with its own settings; for tiny models, those under which it does not give up."""
     found = getattr(df, name, None) or getattr(strategies, name, None)
     if found is None:
         raise NotAvailable(f"dynaflow {df.__version__} has no strategy {name}")
-    return found()
+    known = inspect.signature(found).parameters if tiny else {}
+    return found(**{key: value for key, value in FEW_TOKENS.items() if key in known})
 
 
 class OneStream(df.Strategy):
@@ -96,11 +103,13 @@ def _is_cuda(case: Case) -> bool:
     return case.generator.device.type == "cuda"
 
 
-def _planned(make: Callable[[], df.Strategy], is_bare: bool = False) -> Builder:
+def _planned(make: Callable[[bool], df.Strategy], is_bare: bool = False) -> Builder:
+    """`make` is told whether the model is a tiny one."""
+
     def build(case: Any, options: Mapping[str, Any]) -> Call:
         runtime = {"runtime": "graph", "borrow": True} if _is_cuda(case) else {"runtime": "threads"}
         partition = "auto" if is_bare else case.workload.partition
-        fast = df.compile(case.bare if is_bare else case.module, strategy=make(), partition=partition, **runtime, **options)
+        fast = df.compile(case.bare if is_bare else case.module, strategy=make(case.tiny), partition=partition, **runtime, **options)
 
         def call(number: int) -> Any:
             with in_phase(case):
@@ -173,11 +182,11 @@ def _beside(case: Any, _: Mapping[str, Any]) -> Call:
 
 class Variants(variants.Variants):
     builders = {
-        SEQUENTIAL: _planned(df.Sequential),
-        COMPUTE: _planned(df.Sequential, is_bare=True),
+        SEQUENTIAL: _planned(lambda tiny: df.Sequential()),
+        COMPUTE: _planned(lambda tiny: df.Sequential(), is_bare=True),
         NETWORK: _network,
         BESIDE: _beside,
-        **{one_stream(name): _planned(lambda name=name: OneStream(find(name))) for name in STRATEGIES},  # type: ignore[misc]
-        **{name: _planned(lambda name=name: find(name)) for name in STRATEGIES},  # type: ignore[misc]
+        **{one_stream(name): _planned(lambda tiny, name=name: OneStream(find(name, tiny))) for name in STRATEGIES},  # type: ignore[misc]
+        **{name: _planned(partial(find, name)) for name in STRATEGIES},
     }
     on_cuda_only = frozenset({BESIDE})

@@ -201,7 +201,7 @@ def test_a_strategy_that_is_not_there_is_not_available(monkeypatch):
     monkeypatch.setitem(variants.STRATEGIES, "Nonsense", (TP,))
     with pytest.raises(variants.NotAvailable, match="has no strategy Nonsense"):
         variants.find("Nonsense")
-    assert isinstance(variants.find("TwoBatch"), df.TwoBatch)
+    assert isinstance(variants.find("TwoBatch"), df.TwoBatch) and variants.find("NanoBatch", tiny=True).num_parts == 4
 
 
 def test_a_workload_that_fails_stands_in_the_file():
