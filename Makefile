@@ -1,5 +1,5 @@
 # Everything here works on a fresh machine: the virtual environment is made first.
-#   make demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches
+#   make demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback
 #   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
 
 VENV      := .venv
@@ -22,7 +22,7 @@ endif
 # one torch thread per process: test workers and lanes are what runs side by side
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches clean
+.PHONY: demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(ARGS)
@@ -51,6 +51,12 @@ bench-backend: $(READY)
 
 bench-branches: $(READY)
 	$(PY) -m benchmarks.branches $(ARGS)
+
+bench-overlap: $(READY)
+	$(PY) -m benchmarks.overlap $(ARGS)
+
+bench-loopback: $(READY)
+	$(ONE_THREAD) $(PY) -m benchmarks.loopback $(ARGS)
 
 clean:
 	rm -rf build out *.egg-info

@@ -1,0 +1,1 @@
+"""What the strategies of the field hide of an emulated network: `python -m benchmarks.overlap`."""

@@ -1,0 +1,191 @@
+"""What strategies hide of an emulated network, per rank of models that run on many GPUs: sequential, split, split and overlapped.
+
+    python -m benchmarks.overlap --warm --jobs 8 --limit-s 540                   compile workloads side by side: fills the caches on disk
+    python -m benchmarks.overlap [--rows GLOBS] [--only STRATEGIES] [--json F]   measure workloads one after another, merge into the file
+    python -m benchmarks.overlap --merge FILE ...                                merge files from another machine
+    python -m benchmarks.overlap --plot                                          plot and docs/overlap.md from the file
+    python -m benchmarks.overlap --tiny --device cpu --json out/overlap-tiny.json      everything, small, without a GPU
+    python -m benchmarks.overlap --list                                          workloads and strategies
+
+A workload is a process: sequential, the bounds and every strategy's two ways take turns in it. A row of the file is a strategy on a
+workload. `--limit-s` starts nothing new that would not fit, ends what runs past it, says what was not run, and ends with 3. Strategies
+that this version of dynaflow lacks are reported as not available. Ends with 1 when a target is missed or a workload failed. Compiled code
+is kept where TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR say. Every number is emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.branches import runner
+from benchmarks.overlap import report
+from benchmarks.overlap.plot import plot
+from benchmarks.overlap.rows import WORKLOADS, Workload, select
+from benchmarks.overlap.sections import measured
+from benchmarks.overlap.variants import SHARED, STRATEGIES, WITHOUT_WORKLOAD, Variants, one_stream
+from benchmarks.store import Result, failed, load, publish, stamped
+from dynaflow.testing.network import LINKS, find_link
+
+
+def main() -> int:
+    args = _arguments()
+    if args.child:
+        return run_child(json.loads(args.child))
+    if args.list:
+        print("workloads ", ", ".join(w.name for w in WORKLOADS))
+        print("strategies", ", ".join(f"{name} ({', '.join(kinds)})" for name, kinds in STRATEGIES.items()))
+        print("          ", ", ".join(f"{name} (no workload has a mixed batch)" for name in WITHOUT_WORKLOAD))
+        return 0
+    if publish(args, report, plot):
+        return 0
+    # ended from outside: end the workloads' processes too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return Suite(args).run()
+
+
+class Suite:
+    """One shard."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.began = time.perf_counter()
+        made_by = "python -m benchmarks.overlap " + " ".join(sys.argv[1:])
+        self.wish = {"tiny": args.tiny, "device": args.device, "options": args.options, "rounds": args.rounds, "only": args.only,
+                     "link": args.link, "sms": args.sms, "made_by": made_by}  # fmt: skip
+        self.bad: list[str] = []
+        self.not_run: list[str] = []
+
+    def run(self) -> int:
+        args = self.args
+        phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
+        num_jobs = (args.jobs or max(1, (os.cpu_count() or 1) // 2)) if args.warm else 1
+        names = [w.name for w in workloads if strategies_of(w, args.only)]
+        for done in runner.run("overlap", phase, names, self.wish, num_jobs, self._left, args.row_limit_s, args.min_row_s):
+            if isinstance(done, str):
+                self.not_run.append(done)
+                continue
+            how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
+            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
+            if done.rc != 0:
+                self.bad.append(f"{done.row} {how}")
+                print("    " + done.tail.replace("\n", "\n    "), flush=True)
+            if not args.warm:
+                self._keep(next(w for w in workloads if w.name == done.row), done)
+        return self._end()
+
+    def _keep(self, workload: Workload, done: runner.Done) -> None:
+        """What the process wrote, else why there is nothing. A workload ended for want of time replaces nothing that is there."""
+        known, new = load(self.args.json), load(done.json)
+        if not new and done.rc is not None:
+            new = failed_rows(workload, self.wish, RuntimeError(done.tail[-300:]))
+        if known or new:
+            report.save(self.args.json, report.merged(known, new))
+
+    def _left(self) -> float:
+        return self.args.limit_s - (time.perf_counter() - self.began)
+
+    def _end(self) -> int:
+        rows = [] if self.args.warm else load(self.args.json)
+        print(f"\n{time.perf_counter() - self.began:.0f} s")
+        if rows:
+            print(report.table(rows))
+        for title, found in (("BAD", self.bad), (f"NOT RUN (no room in --limit-s {self.args.limit_s:.0f})", self.not_run)):
+            if found:
+                print(f"{title}: " + "; ".join(found))
+        if self.not_run:
+            return 3
+        return 1 if self.bad or (rows and not all(t["is_met"] for t in report.targets(rows))) else 0
+
+
+# -- one workload, in a process of its own
+
+
+def strategies_of(workload: Workload, only: str) -> list[str]:
+    return [s for s, kinds in STRATEGIES.items() if workload.kind in kinds and (not only or s in only.split(","))]
+
+
+def on_link(workloads: list[Workload], link: str, sms: int) -> list[Workload]:
+    """On another link than their own, or on other SMs, where that is asked for."""
+    links = [find_link(link) if link else w.link for w in workloads]
+    return [replace(w, link=own.with_sms(sms) if sms else own) for w, own in zip(workloads, links)]
+
+
+def rows_of(workload: Workload, wish: Result, found: dict[str, Result]) -> list[Result]:
+    """strategy -> result, as rows of the file."""
+    return [
+        stamped(report.name_of(workload.name, s), "time", report.config(workload, s, wish["tiny"], wish["options"]), result,
+                wish["made_by"], wish["device"])
+        for s, result in found.items()
+    ]  # fmt: skip
+
+
+def failed_rows(workload: Workload, wish: Result, error: Exception) -> list[Result]:
+    result = failed("time", error) | {"emulated": True}
+    return rows_of(workload, wish, dict.fromkeys(strategies_of(workload, wish["only"]), result))
+
+
+def run_child(wish: dict[str, Any]) -> int:
+    (workload,) = on_link([w for w in WORKLOADS if w.name == wish["row"]], wish["link"], wish["sms"])
+    torch.set_grad_enabled(False)
+    began = time.perf_counter()
+    try:
+        case = workload.case(wish["device"], wish["tiny"])
+        variants = Variants(case, wish["device"], wish["options"])
+        chosen = strategies_of(workload, wish["only"])
+        if wish["phase"] == "warm":
+            variants.some(*SHARED, *(n for s in chosen for n in (one_stream(s), s)))
+            return 0
+        found = measured(case, variants, chosen, wish["rounds"])
+        seconds = round(time.perf_counter() - began, 1)
+        report.save(Path(wish["json"]), rows_of(workload, wish, {s: r | {"seconds": seconds} for s, r in found.items()}))
+    except Exception as error:  # what does not work stands in the file
+        traceback.print_exc()
+        if wish["phase"] != "warm":
+            report.save(Path(wish["json"]), failed_rows(workload, wish, error))
+        return 1
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="comma-separated globs over workloads; all")
+    parser.add_argument("--only", default="", help="comma-separated strategies; all")
+    parser.add_argument("--link", default="", choices=("", *LINKS), help="for all workloads; their own (goes into a file of its own)")
+    parser.add_argument("--sms", type=int, default=0, help="SMs that collectives hold; the link's own (goes into a file of its own)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--options", type=json.loads, default={}, help='options of every df.compile, as json: {"compiler": "eager"}')
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm", action="store_true", help="compile only")
+    parser.add_argument("--jobs", type=int, default=0, help="processes side by side of --warm; half the cores")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
+    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a workload's process after so many seconds")
+    parser.add_argument("--min-row-s", type=float, default=runner.MIN_ROW_S, help="with less left, start no workload")
+    parser.add_argument("--json", type=Path, default=report.RESULTS)
+    parser.add_argument("--page", type=Path, default=report.PAGE)
+    parser.add_argument("--merge", type=Path, nargs="*", default=[])
+    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - {*STRATEGIES, ""}:
+        parser.error(f"unknown strategy {', '.join(sorted(unknown))}; known: {', '.join(STRATEGIES)}")
+    if (args.tiny or args.link or args.sms) and args.json == report.RESULTS:
+        parser.error("--tiny, --link and --sms do not go into benchmarks/results/overlap.json: give --json")
+    args.json = args.json.absolute()
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""Result rows -> json, the short table on stdout, docs/overlap.md. Every figure is emulated, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import store
+from benchmarks.overlap.rows import WORKLOADS, Workload
+from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, STRATEGIES, one_stream
+from benchmarks.store import Result, cell, geomean, line, target
+
+RESULTS = store.RESULTS / "overlap.json"
+PAGE = store.DOCS / "overlap.md"
+SECTIONS = ("time",)
+
+# the best row of a strategy
+GOALS = {"NanoFlow": 1.29, "DualBatch": 1.14, "CommOverlap": 1.15, "TokenWeave": 1.22}
+
+
+def name_of(workload: str, strategy: str) -> str:
+    return f"{workload}, {strategy}"
+
+
+NAMES = [name_of(w.name, s) for s, kinds in STRATEGIES.items() for w in WORKLOADS if w.kind in kinds]
+
+
+def config(workload: Workload, strategy: str, tiny: bool, options: Mapping[str, Any]) -> Result:
+    return {"dtype": "bf16", "workload": workload.name, "strategy": strategy, **workload.config(tiny),
+            **({"options": dict(options)} if options else {}), **({"tiny": True} if tiny else {})}  # fmt: skip
+
+
+def merged(*shards: Iterable[Result]) -> list[Result]:
+    return store.merged(SECTIONS, NAMES, *shards)
+
+
+def save(path: Path, rows: Sequence[Result]) -> None:
+    store.save(path, "overlap", rows, summary(rows))
+
+
+def targets(rows: Sequence[Result]) -> list[Result]:
+    """Each row's own, and the best row of each strategy that has a goal."""
+    found = [{"row": r["row"], "section": r["section"], **t} for r in rows for t in r["targets"]]
+    for name, goal in GOALS.items():
+        best = max((r["speedup"] for r in rows if r["config"].get("strategy") == name and r["speedup"]), default=None)
+        goal_of = target(f"best speedup of {name} (emulated)", best, goal, "" if best else "no row of it is measured", at_least=True)
+        found.append({"row": "all rows", "section": "time", **goal_of})
+    return found
+
+
+def summary(rows: Sequence[Result]) -> Result:
+    speedups = [r["speedup"] for r in rows if r["speedup"]]
+    by_strategy = {
+        name: {"rows": len(own), "geomean_speedup": round(geomean(own), 4), "max_speedup": max(own), "min_speedup": min(own)}
+        for name in STRATEGIES
+        if (own := [r["speedup"] for r in rows if r["config"].get("strategy") == name and r["speedup"]])
+    }
+    return {
+        "rows": len(rows), "measured": len(speedups), "emulated": True,
+        "geomean_speedup": round(geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
+        "strategies": by_strategy, "not_available": sorted({r["config"]["strategy"] for r in rows if r.get("is_available") is False}),
+        "not_equal": [r["row"] for r in rows if r["speedup"] and r["equal"] != "bit"], **store.counted(targets(rows)),
+    }  # fmt: skip
+
+
+# -- tables
+
+
+def table(rows: Sequence[Result]) -> str:
+    head = f"{'row (emulated network)':<46}{'sequential':>11}{'one stream':>11}{'ours':>9}{'compute':>9}{'network':>9}{'beside':>9}"
+    lines = [head + f"{'speedup':>9}{'bound':>7}{'hidden':>8}  equal"]
+    for r in rows:
+        figures, widths = _figures(r), (11, 11, 9, 9, 9, 9)
+        cells = "".join(f"{f['median_ms']:>{w}.3f}" if f else f"{'-':>{w}}" for f, w in zip(figures, widths))
+        gain = f"{_times(r['speedup']):>9}{_times(r.get('bound_beside') or r.get('bound')):>7}{_share(r):>8}  {r['equal']}"
+        lines.append(f"{r['row']:<46}{cells}{gain}" + (f"   ({r['note'][:90]})" if r["note"] else ""))
+    s = summary(rows)
+    bad = [line(t) for t in targets(rows) if not t["is_met"]]
+    counts = f"{s['met']} of {s['targets']} targets met, {s['measured']} of {s['rows']} rows measured; all emulated"
+    return "\n".join([*lines, *bad, counts])
+
+
+def _figures(r: Result) -> list[Result | None]:
+    alone, baselines, strategy = r.get("alone", {}), r["baselines"], r["config"].get("strategy", "")
+    return [baselines.get(SEQUENTIAL), baselines.get(one_stream(strategy)), r["ours"], *(alone.get(n) for n in (COMPUTE, NETWORK, BESIDE))]
+
+
+def _times(value: float | None) -> str:
+    return f"{value:.2f}x" if value else "-"
+
+
+def _share(r: Result) -> str:
+    share = r.get("hidden_share_beside", r.get("hidden_share"))
+    return "-" if share is None else f"{share:.0%}"
+
+
+def markdown(rows: Sequence[Result]) -> str:
+    s = summary(rows)
+    lines = [
+        "# What overlap hides", "",
+        f"Made by `python -m benchmarks.overlap` on {store.where(rows)}: one rank of each model, two layers, bf16, random weights, in CUDA "
+        "Graphs. **The network is emulated**: a kernel moves the bytes locally and holds the SMs and the time that a named link would take "
+        "([how](runtimes.md#an-emulated-network)). Do not edit. Every row carries its own date and commit in "
+        "[overlap.json](../benchmarks/results/overlap.json).", "",
+        f"{s['met']} of {s['targets']} targets are met; {s['measured']} of {s['rows']} rows are measured.", "",
+        "`one stream`: the strategy's parts and order, not overlapped. `beside`: compute and network at once on two streams, nothing "
+        "waiting for anything. `bound`: sequential over `beside`. `hidden`: what overlapping saves over one stream, of what `beside` "
+        "saves.", "",
+    ]  # fmt: skip
+    lines += store.losses(s)
+    for name in STRATEGIES:
+        own = [r for r in rows if r["config"].get("strategy") == name]
+        if own:
+            heads = "workload, link, sequential (ms), one stream, overlapped, compute, network, beside, speedup, bound, hidden, equal"
+            columns = heads.split(", ")
+            lines += [f"## {name}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, own), ""]
+    return "\n".join(lines)
+
+
+def _line(r: Result) -> str:
+    cells = [f"{f['median_ms']:.3f} ({f['spread_ms']:.3f})" if f else "-" for f in _figures(r)]
+    low, high = r.get("interval") or (None, None)
+    gain = f"{_times(r['speedup'])} ({low:.2f} to {high:.2f})" if low else "-"
+    bound = _times(r.get("bound_beside") or r.get("bound"))
+    note = f"; {r['note'][:160]}" if r["note"] else ""
+    columns = [r["config"]["workload"], r["config"]["link"], *cells, gain, bound, _share(r), r["equal"] + cell(note)]
+    return f"| {' | '.join(columns)} |"

@@ -1,0 +1,108 @@
+"""What is measured of one workload: all ways in turns, in one process; then a result per strategy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dynaflow as df
+from benchmarks.measure import Times, ratio, side_by_side
+from benchmarks.overlap.rows import Case
+from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SHARED, Variants, in_phase, one_stream
+from benchmarks.store import Result, target
+
+MIN_SPEEDUP, MIN_HIDDEN = 0.99, 0.9
+# a row whose strategy gains so much is one where splitting pays
+PAYS = 1.01
+
+
+def measured(case: Case, variants: Variants, strategies: Sequence[str], num_rounds: int) -> dict[str, Result]:
+    """strategy -> result, of those strategies that there are; the others with the reason."""
+    names = [*SHARED, *(n for s in strategies for n in (one_stream(s), s))]
+    made = variants.some(*names)
+    times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds)
+    return {s: _result(case, variants, times, s) for s in strategies}
+
+
+def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: str) -> Result:
+    figures = {n: t.figures() for n, t in times.items()}
+    found: Result = {
+        "repetitions": len(times[SEQUENTIAL].all) if SEQUENTIAL in times else 0, "emulated": True,
+        "baselines": {n: figures[n] for n in (SEQUENTIAL, one_stream(name)) if n in figures},
+        "alone": {n: figures[n] for n in (COMPUTE, NETWORK, BESIDE) if n in figures},
+        "ours": figures.get(name), "against": SEQUENTIAL,
+    }  # fmt: skip
+    notes = [f"{n} not measured: {variants.missing[n]}" for n in (*SHARED, one_stream(name), name) if n in variants.missing]
+    if name not in times or SEQUENTIAL not in times:
+        reason = variants.missing.get(name) or variants.missing.get(SEQUENTIAL, "")
+        is_known = reason.startswith("dynaflow ")  # this version has no such strategy: nothing was missed
+        missed = [] if is_known else [target("it could be measured", None, 0, reason)]
+        return found | {"note": "; ".join(notes), "targets": missed, "is_available": not is_known}
+    variant = variants.get(name)
+    assert variant is not None, name
+    gave_up = next(iter(variant.stats.fallbacks), "").splitlines()[:1]
+    notes += [f"gave up: {gave_up[0]}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
+    found |= gains(times, name, bool(gave_up)) | equal(case, variants, name)
+    return found | {"gave_up": gave_up[0] if gave_up else "", "note": "; ".join(notes), "targets": targets(found, bool(gave_up))}
+
+
+def gains(times: Mapping[str, Times], name: str, gave_up: bool = False) -> Result:
+    """Speedup over sequential, and how much of the time that could be hidden is.
+
+    Hideable is the shorter of compute and network, each alone; beside is what both take less side by side than one after the other: the
+    same kernels, so what they cannot share of the device is known. Hidden is what overlapping saves over the same parts on one stream.
+    """
+    ms = {n: statistics.median(t.all) for n, t in times.items()}
+    found: Result = {}
+    speedup = ratio(times[SEQUENTIAL], times[name])
+    found |= {"speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
+    if COMPUTE in ms and NETWORK in ms:
+        found["bound"] = round(ms[SEQUENTIAL] / max(ms[COMPUTE], ms[NETWORK]), 4)
+        found["hideable_ms"] = round(min(ms[COMPUTE], ms[NETWORK]), 5)
+        if BESIDE in ms:
+            found["bound_beside"] = round(ms[SEQUENTIAL] / ms[BESIDE], 4)
+            found["hideable_beside_ms"] = round(ms[COMPUTE] + ms[NETWORK] - ms[BESIDE], 5)
+    if one_stream(name) in ms and not gave_up:
+        found["hidden_ms"] = round(ms[one_stream(name)] - ms[name], 5)
+        for share, of in (("hidden_share", "hideable_ms"), ("hidden_share_beside", "hideable_beside_ms")):
+            if found.get(of, 0) > 0:
+                found[share] = round(found["hidden_ms"] / found[of], 4)
+    return found
+
+
+def targets(found: Result, gave_up: bool) -> list[Result]:
+    wanted = [target("speedup over sequential (emulated)", found["speedup"], MIN_SPEEDUP, at_least=True)]
+    if not gave_up and found["speedup"] >= PAYS:
+        share = found.get("hidden_share_beside", found.get("hidden_share"))
+        wanted.append(target("share of the hideable network time hidden (emulated)", share, MIN_HIDDEN, at_least=True))
+    return wanted
+
+
+# -- equality
+
+
+def equal(case: Case, variants: Variants, name: str) -> Result:
+    """Bit for bit with the same plan launch by launch on one stream; and how far from the sequential one."""
+    made = variants.some(name, SEQUENTIAL)
+    with in_phase(case):
+        got = _outputs(case, made[name].call)
+        want = _outputs(case, lambda number: df.run_serialised(made[name].call.fast, **case.args(number)))  # type: ignore[attr-defined]
+        plain = _outputs(case, made[SEQUENTIAL].call)
+    is_sound = all(bool(torch.isfinite(t).all()) and bool(t.any()) for t in plain)
+    distance = max(_distance(a, b) for a, b in zip(got, plain))
+    said = "bit" if all(map(torch.equal, got, want)) else f"max abs {max(float((a - b).abs().max()) for a, b in zip(got, want)):.1e}"
+    return {"equal": said if is_sound else "says nothing: the reference is not finite, or zero", "distance_from_sequential": distance}
+
+
+def _outputs(case: Case, call: Any) -> list[Tensor]:
+    case.reset()
+    return [t.clone() for t in case.outputs(call(0))]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Relative, by norm."""
+    return round(float(torch.linalg.vector_norm(a.float() - b.float()) / torch.linalg.vector_norm(b.float()).clamp_min(1e-30)), 6)

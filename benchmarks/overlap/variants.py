@@ -1,0 +1,192 @@
+"""The ways to run a workload, all in CUDA Graphs on a GPU: sequential; per strategy its plan on one stream and as it is; and the bounds.
+
+    sequential          the graph as it is
+    X, one stream       strategy X's parts and order, split but not overlapped
+    X                   split and overlapped
+    compute alone       the model without its collectives
+    network alone       its collectives without the model, one after another
+    side by side        both of these at once, on two streams, nothing waiting for anything: what these kernels can reach
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+import dynaflow as df
+from benchmarks import variants
+from benchmarks.cases import Call
+from benchmarks.overlap.rows import DECODE, EP, SP, TP, Case
+from benchmarks.variants import Builder, NotAvailable, entry
+from dynaflow import strategies
+from dynaflow.ir import CALLER
+
+SEQUENTIAL, COMPUTE, NETWORK, BESIDE = "sequential", "compute alone", "network alone", "side by side"
+SHARED = (SEQUENTIAL, COMPUTE, NETWORK, BESIDE)
+
+# strategy -> the kinds of workload that it is for; those that this version of df lacks are reported as not available
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "TwoBatch": (TP, EP, SP),
+    "NanoBatch": (TP, SP),
+    "Branches": (EP, SP),
+    "NanoFlow": (TP,),
+    "DualBatch": (EP,),
+    "SingleBatch": (EP,),
+    "CommOverlap": (TP, EP, SP),
+    "TokenWeave": (TP,),
+    "FusedGemm": (TP,),
+}
+# for a batch in which some rows prefill and others decode: none of the workloads has one
+WITHOUT_WORKLOAD = ("PrefillDecode",)
+
+
+def one_stream(name: str) -> str:
+    return f"{name}, one stream"
+
+
+# settings under which few tokens are enough: tiny models have no more, and strategies would give up
+FEW_TOKENS = {"min_tokens": 0, "min_decode_tokens": 0, "min_part_tokens": 1, "min_chunk_tokens": 1, "wave": 1}
+
+
+def find(name: str, tiny: bool = False) -> df.Strategy:
+    """The strategy by its name, with its own settings; for tiny models, those under which it does not give up."""
+    found = getattr(df, name, None) or getattr(strategies, name, None)
+    if found is None:
+        raise NotAvailable(f"dynaflow {df.__version__} has no strategy {name}")
+    known = inspect.signature(found).parameters if tiny else {}
+    return found(**{key: value for key, value in FEW_TOKENS.items() if key in known})
+
+
+class OneStream(df.Strategy):
+    """Another strategy's launches in its order, all on the caller's stream: the price of its parts, nothing won back.
+
+    caller | A0 A1 a0 B0 a1 B1 ...
+    """
+
+    def __init__(self, inner: df.Strategy):
+        self.inner = inner
+
+    def schedule(self, flow: Any) -> None:
+        self.inner.schedule(_Alone(flow))  # type: ignore[arg-type]
+
+
+class _Alone:
+    """A flow that has no other stream than the caller's."""
+
+    def __init__(self, flow: Any):
+        self._flow = flow
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flow, name)
+
+    def stream(self, name: str, **_: Any) -> str:
+        return CALLER
+
+    def execute(self, ready: Any, stream: str = CALLER, **more: Any) -> Any:
+        return self._flow.execute(ready, stream=CALLER, **more)
+
+
+def in_phase(case: Case) -> contextlib.AbstractContextManager[Any]:
+    """The tag that strategies ask for."""
+    return df.context(phase="decode") if case.workload.phase == DECODE else contextlib.nullcontext()
+
+
+# -- one builder per variant
+
+
+def _is_cuda(case: Case) -> bool:
+    return case.generator.device.type == "cuda"
+
+
+def _planned(make: Callable[[bool], df.Strategy], is_bare: bool = False) -> Builder:
+    """`make` is told whether the model is a tiny one."""
+
+    def build(case: Any, options: Mapping[str, Any]) -> Call:
+        runtime = {"runtime": "graph", "borrow": True} if _is_cuda(case) else {"runtime": "threads"}
+        partition = "auto" if is_bare else case.workload.partition
+        fast = df.compile(case.bare if is_bare else case.module, strategy=make(case.tiny), partition=partition, **runtime, **options)
+
+        def call(number: int) -> Any:
+            with in_phase(case):
+                return fast(**case.args(number))
+
+        call.fast = fast  # type: ignore[attr-defined]
+        return call
+
+    return build
+
+
+def _sender(case: Case) -> Callable[[], None]:
+    """All collectives of a step, on memory of their own."""
+    sent = case.collectives()
+    if not sent:
+        raise NotAvailable("the model sends nothing")
+    given = {s.shape: torch.zeros(s.shape, dtype=case.dtype, device=case.generator.device) for s in sent}
+
+    def send() -> None:
+        for s in sent:
+            s.again(given[s.shape])
+
+    return send
+
+
+def _recorded(step: Callable[[], Any], load: Callable[[int], None] = lambda number: None) -> Call:
+    """In one CUDA Graph; `load` is called before each replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+
+    def replay(number: int) -> Any:
+        load(number)
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _network(case: Any, _: Mapping[str, Any]) -> Call:
+    send = _sender(case)
+    return _recorded(send) if _is_cuda(case) else lambda number: send()
+
+
+def _beside(case: Any, _: Mapping[str, Any]) -> Call:
+    send, fast, comm = _sender(case), torch.compile(entry(case.bare)), torch.cuda.Stream(priority=-1)
+    static = {name: x.clone() for name, x in case.sets[0].items()}
+
+    def both() -> Any:
+        case.reset()
+        comm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(comm):
+            send()
+        result = fast(**static, **case.state)
+        torch.cuda.current_stream().wait_stream(comm)
+        return result
+
+    def load(number: int) -> None:  # as every other way does
+        for name, slot in static.items():
+            slot.copy_(case.sets[number % len(case.sets)][name], non_blocking=True)
+
+    return _recorded(both, load)
+
+
+class Variants(variants.Variants):
+    builders = {
+        SEQUENTIAL: _planned(lambda tiny: df.Sequential()),
+        COMPUTE: _planned(lambda tiny: df.Sequential(), is_bare=True),
+        NETWORK: _network,
+        BESIDE: _beside,
+        **{one_stream(name): _planned(lambda tiny, name=name: OneStream(find(name, tiny))) for name in STRATEGIES},  # type: ignore[misc]
+        **{name: _planned(partial(find, name)) for name in STRATEGIES},
+    }
+    on_cuda_only = frozenset({BESIDE})
