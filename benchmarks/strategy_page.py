@@ -53,6 +53,9 @@ GATHERED = "input x0\n" + "\n".join(
 ) + "\noutput x4"  # fmt: skip
 
 
+FETCHED = GATHERED.replace("gather network group:dp whole", "fetch copy whole")
+
+
 class Block(nn.Module):
     """A tensor-parallel layer, with an emulated all-reduce."""
 
@@ -72,6 +75,7 @@ FLOWS = {
     "SingleBatch": (MOE, df.SingleBatch()),
     "CommOverlap": (DENSE, df.CommOverlap(2, 1)),
     "CommOverlap, weights": (GATHERED, df.CommOverlap()),
+    "Offload": (FETCHED, df.Offload(2 * 16)),
     "PrefillDecode": (DENSE, df.PrefillDecode(16)),
     "Mixed": (BRANCHING, df.Mixed(df.TwoBatch(), df.Branches(2))),
 }
@@ -85,6 +89,7 @@ PEERS = {
     df.CommOverlap: "vLLM PR 44677, all-reduce alone: 172",
     df.TokenWeave: "TokenWeave: 339, and each model edited",
     df.FusedGemm: "",
+    df.Offload: "",
     df.PrefillDecode: "SGLang PD multiplexing: 394",
     df.Mixed: "",
     df.NanoBatch: "",
