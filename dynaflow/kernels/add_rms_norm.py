@@ -28,7 +28,7 @@ class Norm(NamedTuple):
     outs: tuple[str, ...]
 
 
-_ADD, _MUL = (operator.add, operator.iadd, torch.add, "add"), (operator.mul, torch.mul, "mul")
+_ADD, _MUL, _POW = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul"), (operator.pow, torch.pow, "pow")
 
 
 def read_norm(tail: Body) -> Norm | None:
@@ -56,10 +56,10 @@ def _torch_norm(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | Non
     """F.rms_norm(sum, (size,), weight, eps)"""
     if len(calls) != 1 or calls[0].target not in (torch.nn.functional.rms_norm, torch.rms_norm):
         return None
-    names = dict(zip(("input", "normalized_shape", "weight", "eps"), calls[0].args)) | calls[0].kwargs
-    shape, eps = names.get("normalized_shape"), names.get("eps")
+    given = _arguments(calls[0], "input", "normalized_shape", "weight", "eps")
+    shape, eps = given.get("normalized_shape"), given.get("eps")
     is_last = isinstance(shape, (tuple, list)) and len(shape) == 1
-    return (names.get("weight"), float(eps)) if names["input"] is total and is_last and isinstance(eps, float) else None
+    return (given.get("weight"), eps) if given.get("input") is total and is_last and isinstance(eps, float) else None
 
 
 def _written_out(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | None:
@@ -67,30 +67,29 @@ def _written_out(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | No
     rest = list(calls)
 
     def take(targets: tuple[Any, ...], *operands: Any) -> fx.Node | None:
-        """The next call, if it is one of these and takes these first; in any order where there are two."""
+        """The next call, if it is one of these, of these operands and nothing else."""
         node = rest[0] if rest else None
-        takes = {*(node.args[: len(operands)] if node is not None else ())}
-        if node is None or node.target not in targets or takes != {*operands} or (node.kwargs and node.target not in ("mean", torch.mean)):
-            return None
-        return rest.pop(0)
+        is_it = node is not None and node.target in targets and not node.kwargs
+        swapped = operands[::-1] if targets in (_ADD, _MUL) else operands
+        return rest.pop(0) if is_it and node is not None and node.args in (operands, swapped) else None
 
-    wide = take(("to", "float"), total) or total
-    square = take((operator.pow, torch.pow, "pow"), wide, 2)
-    mean = take(("mean", torch.mean), *((square, -1) if square is not None and rest and len(rest[0].args) > 1 else (square,)))
-    if square is None or mean is None or not mean.kwargs.get("keepdim", mean.args[2:] == (True,)) or mean.kwargs.get("dim", -1) != -1:
+    wide = take(("to",), total, torch.float32) or take(("float",), total) or total
+    square = take(_POW, wide, 2)
+    mean = rest.pop(0) if rest and rest[0].target in ("mean", torch.mean) else None
+    if square is None or mean is None or _arguments(mean, "input", "dim", "keepdim") != {"input": square, "dim": -1, "keepdim": True}:
         return None
-    added = rest[0] if rest and rest[0].target in _ADD else None
-    eps = next((float(x) for x in added.args if isinstance(x, float)), None) if added is not None and mean in added.args else None
-    if added is None or eps is None:
-        return None
-    rest.pop(0)
-    root = take((torch.rsqrt, "rsqrt"), added)
+    eps = next((x for x in rest[0].args if isinstance(x, float)), None) if rest else None
+    root = take((torch.rsqrt, "rsqrt"), take(_ADD, mean, eps))
     scaled = take(_MUL, wide, root)
-    if root is None or scaled is None:
+    if eps is None or root is None or scaled is None:
         return None
-    narrow = take(("to", "type_as"), scaled) or scaled if rest and rest[0].target in ("to", "type_as") and len(rest) > 1 else scaled
-    last = rest[0] if len(rest) == 1 and rest[0].target in _MUL and narrow in rest[0].args else None
-    return (next(x for x in last.args if x is not narrow), eps) if last is not None and len(last.args) == 2 else None
+    narrow = rest.pop(0) if rest and rest[0].target in ("to", "type_as") and rest[0].args[0] is scaled else scaled
+    weight = next((x for x in rest[0].args if x is not narrow), None) if rest else None
+    return (weight, eps) if take(_MUL, weight, narrow) is not None and not rest else None
+
+
+def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    return dict(zip(names, node.args)) | node.kwargs
 
 
 class ReduceAddNorm:
@@ -103,18 +102,28 @@ class ReduceAddNorm:
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         norm = self.norm
-        if norm is None or not _has_kernel(inputs[0]):
+        if norm is None or not is_on_gpu(inputs[0]):
             return self.whole(*inputs)
         values = dict(zip(self.whole.inputs, inputs, strict=True))
         values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
         taken = [values[v] for v in self.tail.inputs]
-        total, normed = add_rms_norm(taken[norm.reduced], taken[norm.residual], taken[norm.weight], norm.eps, self.num_ctas)
+        x, residual, weight = taken[norm.reduced], taken[norm.residual], taken[norm.weight]
+        if not can_add_rms_norm(x, residual, weight):
+            values.update(zip(self.tail.unit.outs, self.tail(*taken), strict=True))
+            return tuple(values[v] for v in self.whole.unit.outs)
+        total, normed = add_rms_norm(x, residual, weight, norm.eps, self.num_ctas)
         values.update((v, total if out == "sum" else normed) for v, out in zip(self.tail.unit.outs, norm.outs, strict=True))
         return tuple(values[v] for v in self.whole.unit.outs)
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
+def is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and not isinstance(x, FakeTensor)
+
+
+def can_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Nothing is broadcast but the weight over the rows, all have one dtype, and a row fits into the registers of a CTA."""
+    has_rows = x.shape == residual.shape and weight.shape == x.shape[-1:] and x.shape[-1] <= 16384
+    return has_rows and x.dtype == residual.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add_rms_norm(

@@ -202,6 +202,20 @@ class Centred(WrittenOut):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class Exponential(WrittenOut):
+    """2 ** x in the place of x ** 2."""
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(torch.pow(2, wide).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Double(WrittenOut):
+    def forward(self, x):
+        wide = x.to(torch.float64)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class Unscaled(WrittenOut):
     def forward(self, x):
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)) * self.eps
@@ -242,8 +256,9 @@ def test_reads_an_add_and_an_rms_norm(norm, eps, add):
 
 
 @pytest.mark.parametrize("norm", [
-    nn.LayerNorm(8), NotQuite(8), Centred(8), Unscaled(8), nn.RMSNorm(8), nn.RMSNorm((8, 8), eps=1e-4), nn.Tanh()], ids=[
-    "layer norm", "another dim", "centred", "no weight", "eps of the dtype", "two dims", "no norm"])  # fmt: skip
+    nn.LayerNorm(8), NotQuite(8), Centred(8), Exponential(8), Double(8), Unscaled(8), nn.RMSNorm(8), nn.RMSNorm((8, 8), eps=1e-4),
+    nn.Tanh(),
+], ids=["layer norm", "other dim", "centred", "2 ** x", "float64", "no weight", "eps of the dtype", "two dims", "no norm"])  # fmt: skip
 def test_reads_nothing_else(norm):
     assert norm_of(norm) is None
 
@@ -267,13 +282,26 @@ def test_the_kernel_s_arguments_and_results_are_at_their_places(monkeypatch, nor
         calls.append(args[-1])
         return reference(*args)
 
-    monkeypatch.setattr(kernel, "_has_kernel", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(kernel, "is_on_gpu", lambda x: type(x) is torch.Tensor)
     monkeypatch.setattr(kernel, "add_rms_norm", noted)
     net, x = Block(norm, add), torch.randn(6, 8)
     partition = [NETWORK, df.SplitModule("up"), df.SplitModule("norm")]
     fast = df.compile(net, strategy=df.TokenWeave(1, 0), partition=partition, strict=True)
     torch.testing.assert_close(fast(x), net(x))
     assert calls == [8, 8]
+    monkeypatch.setattr(kernel, "can_add_rms_norm", lambda *tensors: False)
+    torch.testing.assert_close(fast(x), net(x))
+    assert calls == [8, 8], "the ops themselves"
+
+
+@pytest.mark.parametrize(("shapes", "dtypes", "can"), [
+    (((4, 8), (4, 8), (8,)), "fff", True), (((2, 4, 8), (2, 4, 8), (8,)), "bbb", True), (((4, 8), (1, 8), (8,)), "fff", False),
+    (((4, 8), (4, 8), (1,)), "fff", False), (((4, 8), (4, 8), (4, 8)), "fff", False), (((4, 8), (4, 8), (8,)), "bbf", False),
+    (((4, 8), (4, 8), (8,)), "bfb", False), (((4, 8), (4, 8), (8,)), "ddd", False), (((1, 20_000), (1, 20_000), (20_000,)), "fff", False),
+])  # fmt: skip
+def test_the_kernel_takes_rows_of_one_shape_and_dtype(shapes, dtypes, can):
+    kinds = {"f": torch.float32, "b": torch.bfloat16, "d": torch.float64}
+    assert kernel.can_add_rms_norm(*(torch.empty(shape, dtype=kinds[d]) for shape, d in zip(shapes, dtypes))) == can
 
 
 def test_ctas_follow_the_context():
