@@ -8,6 +8,7 @@ kernel; it rounds where the ops round: after the add, and before the product wit
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,25 +96,36 @@ def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
 class ReduceAddNorm:
     """In the place of a collective and the ops behind it: `whole` is all of them, `reduce` the collective, `tail` the rest."""
 
+    takes_outs = True
+
     def __init__(self, whole: Body, reduce: Body, tail: Body, num_ctas: int):
         self.whole, self.reduce, self.tail, self.num_ctas = whole, reduce, tail, num_ctas
         self.norm = read_norm(tail)
         self.__qualname__ = f"reduce_add_norm(num_ctas={num_ctas})"  # what plans call it
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        norm = self.norm
-        if norm is None or not is_on_gpu(inputs[0]):
-            return self.whole(*inputs)
-        values = dict(zip(self.whole.inputs, inputs, strict=True))
+    def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
+        """Returns what the ops return; with `outs`, leaves it there."""
+        places = dict(zip(self.whole.unit.outs, outs))
+        if self.norm is None or not is_on_gpu(inputs[0]):
+            made = dict(zip(self.whole.unit.outs, self.whole(*inputs), strict=True))
+        else:
+            made = self._in_one_pass(dict(zip(self.whole.inputs, inputs, strict=True)), places)
+        for name, place in places.items():
+            if made[name] is not place:
+                place.copy_(made[name])
+        return tuple(made[name] for name in self.whole.unit.outs)
+
+    def _in_one_pass(self, values: dict[str, torch.Tensor], places: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self.norm is not None
         values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
         taken = [values[v] for v in self.tail.inputs]
-        x, residual, weight = taken[norm.reduced], taken[norm.residual], taken[norm.weight]
+        x, residual, weight = taken[self.norm.reduced], taken[self.norm.residual], taken[self.norm.weight]
         if not can_add_rms_norm(x, residual, weight):
-            values.update(zip(self.tail.unit.outs, self.tail(*taken), strict=True))
-            return tuple(values[v] for v in self.whole.unit.outs)
-        total, normed = add_rms_norm(x, residual, weight, norm.eps, self.num_ctas)
-        values.update((v, total if out == "sum" else normed) for v, out in zip(self.tail.unit.outs, norm.outs, strict=True))
-        return tuple(values[v] for v in self.whole.unit.outs)
+            return values | dict(zip(self.tail.unit.outs, self.tail(*taken), strict=True))
+        named = dict(zip(self.norm.outs, self.tail.unit.outs, strict=True))
+        total, normed = (places.get(named.get(out, "")) for out in ("sum", "norm"))
+        made = dict(zip(("sum", "norm"), add_rms_norm(x, residual, weight, self.norm.eps, self.num_ctas, total, normed), strict=True))
+        return values | {name: made[out] for out, name in named.items()}
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
@@ -127,12 +139,13 @@ def can_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, num_ctas: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual, and its RMS norm over the last dim times weight, in one pass on CUDA."""
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, num_ctas: int, total: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x + residual, and its RMS norm over the last dim times weight, in one pass on CUDA; into `total` and `normed` where it can."""
     from dynaflow.kernels import triton_add_rms_norm  # there is no Triton without a GPU
 
     x, residual = x.contiguous(), residual.contiguous()
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = (y if y is not None and y.is_contiguous() else torch.empty_like(x) for y in (total, normed))
     triton_add_rms_norm.launch(x, residual, weight.contiguous(), total, normed, eps, num_ctas)
     return total, normed
