@@ -8,6 +8,7 @@ kernel; it rounds where the ops round: after the add, and before the product wit
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Norm(NamedTuple):
     outs: tuple[str, ...]
 
 
-_ADD, _MUL = (operator.add, operator.iadd, torch.add, "add"), (operator.mul, torch.mul, "mul")
+_ADD, _MUL, _POW = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul"), (operator.pow, torch.pow, "pow")
 
 
 def read_norm(tail: Body) -> Norm | None:
@@ -56,10 +57,10 @@ def _torch_norm(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | Non
     """F.rms_norm(sum, (size,), weight, eps)"""
     if len(calls) != 1 or calls[0].target not in (torch.nn.functional.rms_norm, torch.rms_norm):
         return None
-    names = dict(zip(("input", "normalized_shape", "weight", "eps"), calls[0].args)) | calls[0].kwargs
-    shape, eps = names.get("normalized_shape"), names.get("eps")
+    given = _arguments(calls[0], "input", "normalized_shape", "weight", "eps")
+    shape, eps = given.get("normalized_shape"), given.get("eps")
     is_last = isinstance(shape, (tuple, list)) and len(shape) == 1
-    return (names.get("weight"), float(eps)) if names["input"] is total and is_last and isinstance(eps, float) else None
+    return (given.get("weight"), eps) if given.get("input") is total and is_last and isinstance(eps, float) else None
 
 
 def _written_out(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | None:
@@ -67,63 +68,84 @@ def _written_out(calls: list[fx.Node], total: fx.Node) -> tuple[Any, float] | No
     rest = list(calls)
 
     def take(targets: tuple[Any, ...], *operands: Any) -> fx.Node | None:
-        """The next call, if it is one of these and takes these first; in any order where there are two."""
+        """The next call, if it is one of these, of these operands and nothing else."""
         node = rest[0] if rest else None
-        takes = {*(node.args[: len(operands)] if node is not None else ())}
-        if node is None or node.target not in targets or takes != {*operands} or (node.kwargs and node.target not in ("mean", torch.mean)):
-            return None
-        return rest.pop(0)
+        is_it = node is not None and node.target in targets and not node.kwargs
+        swapped = operands[::-1] if targets in (_ADD, _MUL) else operands
+        return rest.pop(0) if is_it and node is not None and node.args in (operands, swapped) else None
 
-    wide = take(("to", "float"), total) or total
-    square = take((operator.pow, torch.pow, "pow"), wide, 2)
-    mean = take(("mean", torch.mean), *((square, -1) if square is not None and rest and len(rest[0].args) > 1 else (square,)))
-    if square is None or mean is None or not mean.kwargs.get("keepdim", mean.args[2:] == (True,)) or mean.kwargs.get("dim", -1) != -1:
+    wide = take(("to",), total, torch.float32) or take(("float",), total) or total
+    square = take(_POW, wide, 2)
+    mean = rest.pop(0) if rest and rest[0].target in ("mean", torch.mean) else None
+    if square is None or mean is None or _arguments(mean, "input", "dim", "keepdim") != {"input": square, "dim": -1, "keepdim": True}:
         return None
-    added = rest[0] if rest and rest[0].target in _ADD else None
-    eps = next((float(x) for x in added.args if isinstance(x, float)), None) if added is not None and mean in added.args else None
-    if added is None or eps is None:
-        return None
-    rest.pop(0)
-    root = take((torch.rsqrt, "rsqrt"), added)
+    eps = next((x for x in rest[0].args if isinstance(x, float)), None) if rest else None
+    root = take((torch.rsqrt, "rsqrt"), take(_ADD, mean, eps))
     scaled = take(_MUL, wide, root)
-    if root is None or scaled is None:
+    if eps is None or root is None or scaled is None:
         return None
-    narrow = take(("to", "type_as"), scaled) or scaled if rest and rest[0].target in ("to", "type_as") and len(rest) > 1 else scaled
-    last = rest[0] if len(rest) == 1 and rest[0].target in _MUL and narrow in rest[0].args else None
-    return (next(x for x in last.args if x is not narrow), eps) if last is not None and len(last.args) == 2 else None
+    narrow = rest.pop(0) if rest and rest[0].target in ("to", "type_as") and rest[0].args[0] is scaled else scaled
+    weight = next((x for x in rest[0].args if x is not narrow), None) if rest else None
+    return (weight, eps) if take(_MUL, weight, narrow) is not None and not rest else None
+
+
+def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    return dict(zip(names, node.args)) | node.kwargs
 
 
 class ReduceAddNorm:
     """In the place of a collective and the ops behind it: `whole` is all of them, `reduce` the collective, `tail` the rest."""
+
+    takes_outs = True
 
     def __init__(self, whole: Body, reduce: Body, tail: Body, num_ctas: int):
         self.whole, self.reduce, self.tail, self.num_ctas = whole, reduce, tail, num_ctas
         self.norm = read_norm(tail)
         self.__qualname__ = f"reduce_add_norm(num_ctas={num_ctas})"  # what plans call it
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        norm = self.norm
-        if norm is None or not _has_kernel(inputs[0]):
-            return self.whole(*inputs)
-        values = dict(zip(self.whole.inputs, inputs, strict=True))
+    def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
+        """Returns what the ops return; with `outs`, leaves it there."""
+        places = dict(zip(self.whole.unit.outs, outs))
+        if self.norm is None or not is_on_gpu(inputs[0]):
+            made = dict(zip(self.whole.unit.outs, self.whole(*inputs), strict=True))
+        else:
+            made = self._in_one_pass(dict(zip(self.whole.inputs, inputs, strict=True)), places)
+        for name, place in places.items():
+            if made[name] is not place:
+                place.copy_(made[name])
+        return tuple(made[name] for name in self.whole.unit.outs)
+
+    def _in_one_pass(self, values: dict[str, torch.Tensor], places: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self.norm is not None
         values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
         taken = [values[v] for v in self.tail.inputs]
-        total, normed = add_rms_norm(taken[norm.reduced], taken[norm.residual], taken[norm.weight], norm.eps, self.num_ctas)
-        values.update((v, total if out == "sum" else normed) for v, out in zip(self.tail.unit.outs, norm.outs, strict=True))
-        return tuple(values[v] for v in self.whole.unit.outs)
+        x, residual, weight = taken[self.norm.reduced], taken[self.norm.residual], taken[self.norm.weight]
+        if not can_add_rms_norm(x, residual, weight):
+            return values | dict(zip(self.tail.unit.outs, self.tail(*taken), strict=True))
+        named = dict(zip(self.norm.outs, self.tail.unit.outs, strict=True))
+        total, normed = (places.get(named.get(out, "")) for out in ("sum", "norm"))
+        made = dict(zip(("sum", "norm"), add_rms_norm(x, residual, weight, self.norm.eps, self.num_ctas, total, normed), strict=True))
+        return values | {name: made[out] for out, name in named.items()}
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
+def is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and not isinstance(x, FakeTensor)
 
 
+def can_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Nothing is broadcast but the weight over the rows, all have one dtype, and a row fits into the registers of a CTA."""
+    has_rows = x.shape == residual.shape and weight.shape == x.shape[-1:] and x.shape[-1] <= 16384
+    return has_rows and x.dtype == residual.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, num_ctas: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual, and its RMS norm over the last dim times weight, in one pass on CUDA."""
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, num_ctas: int, total: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x + residual, and its RMS norm over the last dim times weight, in one pass on CUDA; into `total` and `normed` where it can."""
     from dynaflow.kernels import triton_add_rms_norm  # there is no Triton without a GPU
 
     x, residual = x.contiguous(), residual.contiguous()
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = (y if y is not None and y.is_contiguous() else torch.empty_like(x) for y in (total, normed))
     triton_add_rms_norm.launch(x, residual, weight.contiguous(), total, normed, eps, num_ctas)
     return total, normed

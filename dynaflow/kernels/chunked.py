@@ -6,7 +6,7 @@ other, as far as a matrix product gives the same for some of its rows as for all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -27,17 +27,19 @@ def can_chunk(product: Body, send: Body, both: Body) -> bool:
 
 
 class Chunked:
-    """Takes what the product takes, returns what the collective returns."""
+    """Takes what the product takes, returns what the collective returns; with `outs`, leaves it there."""
+
+    takes_outs = True
 
     def __init__(self, product: Body, send: Body, num_chunks: int):
         self.product, self.send, self.num_chunks = product, send, num_chunks
         self.__qualname__ = f"chunked(num_chunks={num_chunks})"  # what plans call it
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         x = inputs[0]
         beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
         sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self._send)
-        return torch.cat([result for (result,) in sent], (self.send.out_axes or self.send.in_axes)[0] or 0)
+        return torch.cat([result for (result,) in sent], (self.send.out_axes or self.send.in_axes)[0] or 0, out=outs[0] if outs else None)
 
     def _send(self, *chunk: torch.Tensor) -> Tensors:
         return self.send(*chunk) or chunk  # one that works in place returns nothing

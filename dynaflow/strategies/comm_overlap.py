@@ -26,7 +26,7 @@ class CommOverlap(Strategy):
         gathers = {op.name for op in flow.ops if op.kind == "network" and op.name in weights}
         num_parts = self._num_parts(flow) if can_split_network(flow) else 1
         if num_parts == 1 and not gathers and not beside_network(flow.flow):
-            return flow.sequential("no network op can be hidden: too few tokens to split, and nothing beside it")
+            return flow.sequential("no network op can be hidden: no split pays, and nothing runs beside it")
         flow.split(num_parts)
         comm, prefetch, order = flow.stream("comm", priority=-1), flow.stream("prefetch"), by_stage(flow)
         program_order = {op.name: i for i, op in enumerate(flow.ops)}

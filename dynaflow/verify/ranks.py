@@ -37,9 +37,11 @@ def verify_orders(orders: Sequence[Sequence[Collective]]) -> None:
 
 
 def collectives(plan: Plan, flow: Flow) -> list[Collective]:
-    """(op, rows, where) of every call that uses a process group, in host order."""
+    """(op, rows, where) of every call that uses a process group, in host order; of one in a function's place, the function too: one that
+    sends in chunks must do so in as many on every rank."""
     users = {op.name for op in flow.ops if any(token.startswith("group:") for token in op.uses)}
-    return [(name, _rows(part), launch.where) for launch in plan.launches for name, part in launch.calls if name in users]
+    calls = [(launch, name, part) for launch in plan.launches for name, part in launch.calls if name in users]
+    return [(f"{launch.replace}[{name}]" if launch.replace else name, _rows(part), launch.where) for launch, name, part in calls]
 
 
 def _rows(part: Part) -> tuple[int, int, int, int]:

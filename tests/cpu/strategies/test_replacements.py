@@ -172,6 +172,22 @@ def test_chunks_follow_the_context():
     assert [name.rpartition("=")[2] for name in names.values()] == ["2)", "3)", "4)"]
 
 
+def test_results_are_left_where_they_belong():
+    """A function that takes `outs` writes into the rows of the merged value; any other one's results are copied there."""
+    net, x = Product("alone"), torch.randn(8, 8)
+    kept = df.explain(net, (x,), strategy=df.FusedGemm(2, 1), partition=[NETWORK])
+    assert not [copy for copy in kept.graphs[0].copies if "chunked" in copy.launch]
+
+    class Plain(df.FusedGemm):
+        @staticmethod
+        def _function(*args):
+            function = df.FusedGemm._function(*args)
+            return lambda *inputs: function(*inputs)
+
+    copied = df.explain(net, (x,), strategy=Plain(2, 1), partition=[NETWORK])
+    assert [copy.nbytes for copy in copied.graphs[0].copies if "Plain" in copy.launch] == [8 * 8 * 4]
+
+
 # -- all-reduce, add and norm
 
 
@@ -199,6 +215,20 @@ class NotQuite(WrittenOut):
 class Centred(WrittenOut):
     def forward(self, x):
         wide = x.to(torch.float32) - 1
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Exponential(WrittenOut):
+    """2 ** x in the place of x ** 2."""
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(torch.pow(2, wide).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Double(WrittenOut):
+    def forward(self, x):
+        wide = x.to(torch.float64)
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
@@ -242,8 +272,9 @@ def test_reads_an_add_and_an_rms_norm(norm, eps, add):
 
 
 @pytest.mark.parametrize("norm", [
-    nn.LayerNorm(8), NotQuite(8), Centred(8), Unscaled(8), nn.RMSNorm(8), nn.RMSNorm((8, 8), eps=1e-4), nn.Tanh()], ids=[
-    "layer norm", "another dim", "centred", "no weight", "eps of the dtype", "two dims", "no norm"])  # fmt: skip
+    nn.LayerNorm(8), NotQuite(8), Centred(8), Exponential(8), Double(8), Unscaled(8), nn.RMSNorm(8), nn.RMSNorm((8, 8), eps=1e-4),
+    nn.Tanh(),
+], ids=["layer norm", "other dim", "centred", "2 ** x", "float64", "no weight", "eps of the dtype", "two dims", "no norm"])  # fmt: skip
 def test_reads_nothing_else(norm):
     assert norm_of(norm) is None
 
@@ -252,7 +283,7 @@ def test_reads_no_other_than_an_add():
     assert norm_of(WrittenOut(8), "x - y") is None
 
 
-def reference(x, residual, weight, eps, num_ctas):
+def reference(x, residual, weight, eps):
     total = x + residual
     return total, F.rms_norm(total.float(), total.shape[-1:], None, eps).to(x.dtype) * weight
 
@@ -263,17 +294,31 @@ def test_the_kernel_s_arguments_and_results_are_at_their_places(monkeypatch, nor
     """With plain torch in the place of the Triton kernel, which needs a GPU."""
     calls = []
 
-    def noted(*args):
-        calls.append(args[-1])
-        return reference(*args)
+    def noted(x, residual, weight, eps, num_ctas, *places):
+        calls.append(num_ctas)
+        assert all(place is not None for place in places), "both leave the function"
+        return tuple(place.copy_(result) for place, result in zip(places, reference(x, residual, weight, eps)))
 
-    monkeypatch.setattr(kernel, "_has_kernel", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(kernel, "is_on_gpu", lambda x: type(x) is torch.Tensor)
     monkeypatch.setattr(kernel, "add_rms_norm", noted)
     net, x = Block(norm, add), torch.randn(6, 8)
     partition = [NETWORK, df.SplitModule("up"), df.SplitModule("norm")]
     fast = df.compile(net, strategy=df.TokenWeave(1, 0), partition=partition, strict=True)
     torch.testing.assert_close(fast(x), net(x))
     assert calls == [8, 8]
+    monkeypatch.setattr(kernel, "can_add_rms_norm", lambda *tensors: False)
+    torch.testing.assert_close(fast(x), net(x))
+    assert calls == [8, 8], "the ops themselves"
+
+
+@pytest.mark.parametrize(("shapes", "dtypes", "can"), [
+    (((4, 8), (4, 8), (8,)), "fff", True), (((2, 4, 8), (2, 4, 8), (8,)), "bbb", True), (((4, 8), (1, 8), (8,)), "fff", False),
+    (((4, 8), (4, 8), (1,)), "fff", False), (((4, 8), (4, 8), (4, 8)), "fff", False), (((4, 8), (4, 8), (8,)), "bbf", False),
+    (((4, 8), (4, 8), (8,)), "bfb", False), (((4, 8), (4, 8), (8,)), "ddd", False), (((1, 20_000), (1, 20_000), (20_000,)), "fff", False),
+])  # fmt: skip
+def test_the_kernel_takes_rows_of_one_shape_and_dtype(shapes, dtypes, can):
+    kinds = {"f": torch.float32, "b": torch.bfloat16, "d": torch.float64}
+    assert kernel.can_add_rms_norm(*(torch.empty(shape, dtype=kinds[d]) for shape, d in zip(shapes, dtypes))) == can
 
 
 def test_ctas_follow_the_context():

@@ -61,3 +61,13 @@ def test_rejects_flows_that_do_not_match_the_ranks():
 
 def test_accepts_no_ranks():
     verify_ranks([], FLOW)
+
+
+def test_accepts_the_same_function_in_their_place():
+    fused = plan_of("pkg.chunked(num_chunks=4)[a, c0]", "c1")
+    verify_ranks([fused, fused], FLOW)
+
+
+def test_rejects_another_number_of_chunks():
+    with pytest.raises(errors.RankMismatch, match=r"chunked\(num_chunks=4\)\[c0\]' on rank 0 and .*num_chunks=2"):
+        verify_ranks([plan_of(f"pkg.chunked(num_chunks={n})[a, c0]", "c1") for n in (4, 2)], FLOW)
