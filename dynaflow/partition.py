@@ -25,6 +25,7 @@ from torch import fx
 from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule
 from dynaflow.batching import Facts
 from dynaflow.errors import OptionError, PartitionError
+from dynaflow.exchange import tie
 from dynaflow.sources import Sources, clean_name
 
 # A matrix product is large when it is at least this share of the graph's multiply-accumulates.
@@ -53,8 +54,10 @@ class Group:
 
 def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequence[Rule | str] = "auto") -> list[Group]:
     is_auto, rules = _read_rules(rules)
-    nodes = [n for n in graph.nodes if sources.computes(n)]
+    nodes, sources.facts, tied = tie([n for n in graph.nodes if sources.computes(n)], facts, sources)
+    facts = sources.facts
     keys = _keys(nodes, facts, rules, is_auto)
+    keys.update({node: keys[collective] for node, collective in tied.items()})
     groups: list[Group] = []
     previous: Any = None
     for node in nodes:

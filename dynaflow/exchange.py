@@ -1,0 +1,138 @@
+"""What belongs to a collective: the wait for it, and the rearrangement of rows that torch wraps around it.
+
+Contract: in the order that `tie` returns, the nodes that belong to a collective lie beside it, and `tied` says whose they are: one op
+holds them all. When such an op returns, its message has arrived. So nothing else ever sees memory that is still being received, and
+that waits for one collective and sends another may be on any streams.
+
+1. Waits. A functional collective returns before its bytes are there. Its wait comes right behind it, wherever the model has it: what
+   runs meanwhile is the plan's to say. One that is waited for in another graph cannot be planned.
+2. Rows. Collectives work along dim 0: the blocks of ranks 0, 1, ... one behind the other. Along another dim, torch (and DTensor) puts
+   the blocks in dim 0 before, or takes them out behind: `cat(chunk(x, ranks, dim), 0)`, `cat(chunk(x, ranks, 0), dim)`. Between the
+   two the batch is not the outermost dim, and nothing there could be cut. But as one op, that is an exchange along `dim`, and no row of
+   the batch meets another: part k of every rank goes to part k of every rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Sequence
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from dynaflow.batch_rules import Sizes
+from dynaflow.batching import Facts
+from dynaflow.sources import Sources, Unplannable
+
+_FUNCTIONAL = ("_c10d_functional.", "_c10d_functional_autograd.")
+_CUTS = {"aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"}
+_PLAIN = Sizes(())
+
+
+def tie(nodes: Sequence[fx.Node], facts: Facts, sources: Sources) -> tuple[list[fx.Node], Facts, dict[fx.Node, fx.Node]]:
+    """(the nodes in their new order, facts that know of step 2, node -> the collective that it belongs to)."""
+    tied = _waits(nodes, facts)
+    behind: dict[fx.Node, list[fx.Node]] = {}
+    for wait, sender in tied.items():
+        behind.setdefault(sender, []).append(wait)
+    order = [n for node in nodes if node not in tied for n in (node, *behind.get(node, ()))]
+    known = dict(facts.nodes)
+    for sender, waits in behind.items():
+        exchange = _rearranged(sender, waits, order, facts)
+        for node in exchange or waits:  # an op is cut whole, or not at all
+            known[node] = replace(known[node], unsplittable="" if exchange else known[sender].unsplittable)
+        tied.update({node: sender for node in exchange if sources.computes(node) and node is not sender})
+    return order, replace(facts, nodes=known), tied
+
+
+# -- 1. waits
+
+
+def _waits(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, fx.Node]:
+    """Wait -> the collective that it waits for."""
+    under_way: dict[int, fx.Node] = {}
+    waits: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        calls = [call for call in facts.nodes[node].calls if call.startswith(_FUNCTIONAL)]
+        if not calls:
+            continue
+        storages = {facts.storage(t) for t in pytree.tree_leaves(facts.fake[node]) if isinstance(t, torch.Tensor)}
+        if "wait_tensor" not in calls[-1]:
+            under_way.update(dict.fromkeys(storages, node))
+        elif len(calls) == 1:
+            senders = {under_way.pop(s) for s in storages if s in under_way}
+            if len(senders) != 1:
+                raise Unplannable(f"'{node}' waits for a collective that was sent before this graph began.",
+                                  why="parts of its result would be used before they are there")  # fmt: skip
+            waits[node] = senders.pop()
+    if under_way:
+        raise Unplannable(f"'{next(iter(under_way.values()))}' is sent in this graph and not waited for.",
+                          why="its result would be used before it is there", fix="wait for it in the same forward pass")  # fmt: skip
+    return waits
+
+
+# -- 2. rows
+
+
+def _rearranged(sender: fx.Node, waits: list[fx.Node], order: list[fx.Node], facts: Facts) -> list[fx.Node]:
+    """The nodes that may be split because an exchange along dim 0 is one along another dim; none where it is not."""
+    (call,) = facts.nodes[sender].calls[:1]
+    name, source = call.split(".")[1], sender.args[0]
+    num_ranks = _num_ranks(name, sender, facts)
+    if not num_ranks or len(waits) != 1 or not isinstance(source, fx.Node) or facts.axis[source] != 0:
+        return []
+    found = [sender, waits[0]]
+    at = order.index(sender)
+    if name != "all_gather_into_tensor":
+        before = _regrouped(source, num_ranks, facts, to_ranks=True)
+        if not before or set(source.users) != {sender} or at == 0 or order[at - 1] is not source:
+            return []
+        found += before[:-1]
+    if name != "reduce_scatter_tensor":
+        last = order[at + 2] if at + 2 < len(order) else sender
+        behind = _regrouped(last, num_ranks, facts, to_ranks=False)
+        if not behind or behind[-1] is not waits[0] or len(waits[0].users) != 1:
+            return []
+        found += behind[:-1]
+    return found
+
+
+def _num_ranks(name: str, sender: fx.Node, facts: Facts) -> int:
+    """How many blocks dim 0 is made of; 0 where they are not one per rank, of one size."""
+    if name == "all_gather_into_tensor":
+        return int(sender.args[1])  # type: ignore[arg-type]
+    if name == "reduce_scatter_tensor":
+        return int(sender.args[2])  # type: ignore[arg-type]
+    if name != "all_to_all_single":
+        return 0
+    splits = [[facts.fake[n] if isinstance(n, fx.Node) else n for n in sender.args[i]] for i in (1, 2)]  # type: ignore[union-attr]
+    return len(splits[0]) if len({_PLAIN.expr(n) for n in (*splits[0], *splits[1])}) == 1 else 0
+
+
+def _regrouped(cat: fx.Node, num_ranks: int, facts: Facts, *, to_ranks: bool) -> list[fx.Node]:
+    """[cat, pieces ..., cut, source] where `cat` joins all pieces of equal size of one tensor, in order: those along some other dim in
+    dim 0 (`to_ranks`), or those of dim 0 in some other dim. Nobody else uses the pieces."""
+    if facts.nodes[cat].calls != ("aten.cat.default",) or len(cat.all_input_nodes) != num_ranks:
+        return []
+    pieces = cat.all_input_nodes
+    cuts = {piece.args[0] for piece in pieces if piece.target is operator.getitem}
+    if len(cuts) != 1 or [piece.args[1:] for piece in pieces] != [(i,) for i in range(num_ranks)]:
+        return []
+    (cut,) = cuts
+    if not isinstance(cut, fx.Node) or not set(facts.nodes[cut].calls) <= _CUTS or set(cut.users) != set(pieces):
+        return []
+    if any(set(piece.users) != {cat} for piece in pieces) or len(cut.all_input_nodes) < 1:
+        return []
+    source = cut.all_input_nodes[0]
+    if len({tuple(map(_PLAIN.expr, facts.fake[piece].shape)) for piece in pieces}) != 1:
+        return []
+    was, now = _changed_dim(facts.fake[source], facts.fake[pieces[0]]), _changed_dim(facts.fake[cat], facts.fake[pieces[0]])
+    is_right = was not in (0, None) and now == 0 if to_ranks else was == 0 and now not in (0, None)
+    return [cat, *pieces, cut, source] if is_right and facts.axis[source] == 0 == facts.axis[cat] else []
+
+
+def _changed_dim(whole: torch.Tensor, piece: torch.Tensor) -> int | None:
+    dims = [d for d, (a, b) in enumerate(zip(whole.shape, piece.shape)) if _PLAIN.expr(a) != _PLAIN.expr(b)]
+    return dims[0] if len(dims) == 1 else None
