@@ -39,12 +39,22 @@ def tie(nodes: Sequence[fx.Node], facts: Facts, sources: Sources) -> tuple[list[
         behind.setdefault(sender, []).append(wait)
     order = [n for node in nodes if node not in tied for n in (node, *behind.get(node, ()))]
     known = dict(facts.nodes)
+    at = {node: i for i, node in enumerate(order)}
     for sender, waits in behind.items():
-        exchange = _rearranged(sender, waits, order, facts)
+        before = order[at[sender] - 1] if at[sender] else None
+        after = order[at[waits[-1]] + 1] if at[waits[-1]] + 1 < len(order) else None
+        exchange = _exchange(sender, waits, before, after, facts)
         for node in exchange or waits:  # an op is cut whole, or not at all
             known[node] = replace(known[node], unsplittable="" if exchange else known[sender].unsplittable)
         tied.update({node: sender for node in exchange if sources.computes(node) and node is not sender})
+        if after is not None and _is_copy_back(after, waits, facts) and known[after].unsplittable == known[sender].unsplittable:
+            tied[after] = sender
     return order, replace(facts, nodes=known), tied
+
+
+def _is_copy_back(node: fx.Node, waits: list[fx.Node], facts: Facts) -> bool:
+    """What makes an in-place collective of a functional one."""
+    return facts.nodes[node].calls == ("aten.copy_.default",) and list(node.args[1:]) == waits and facts.axis[node] == 0
 
 
 # -- 1. waits
@@ -76,39 +86,36 @@ def _waits(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, fx.Node]:
 # -- 2. rows
 
 
-def _rearranged(sender: fx.Node, waits: list[fx.Node], order: list[fx.Node], facts: Facts) -> list[fx.Node]:
-    """The nodes that may be split because an exchange along dim 0 is one along another dim; none where it is not."""
-    (call,) = facts.nodes[sender].calls[:1]
-    name, source = call.split(".")[1], sender.args[0]
+def _exchange(sender: fx.Node, waits: list[fx.Node], before: fx.Node | None, after: fx.Node | None, facts: Facts) -> list[fx.Node]:
+    """The nodes that may be split because an exchange along dim 0 is, with its neighbours, one along another dim; none where it is not."""
+    name, source = facts.nodes[sender].calls[0].split(".")[1], sender.args[0]
     num_ranks = _num_ranks(name, sender, facts)
     if not num_ranks or len(waits) != 1 or not isinstance(source, fx.Node) or facts.axis[source] != 0:
         return []
     found = [sender, waits[0]]
-    at = order.index(sender)
     if name != "all_gather_into_tensor":
-        before = _regrouped(source, num_ranks, facts, to_ranks=True)
-        if not before or set(source.users) != {sender} or at == 0 or order[at - 1] is not source:
+        to_ranks = _regrouped(source, num_ranks, facts, to_ranks=True) if before is source else []
+        if not to_ranks or set(source.users) != {sender}:
             return []
-        found += before[:-1]
+        found += to_ranks[:-1]
     if name != "reduce_scatter_tensor":
-        last = order[at + 2] if at + 2 < len(order) else sender
-        behind = _regrouped(last, num_ranks, facts, to_ranks=False)
-        if not behind or behind[-1] is not waits[0] or len(waits[0].users) != 1:
+        from_ranks = _regrouped(after, num_ranks, facts, to_ranks=False) if after is not None else []
+        if not from_ranks or from_ranks[-1] is not waits[0] or len(waits[0].users) != 1:
             return []
-        found += behind[:-1]
+        found += from_ranks[:-1]
     return found
 
 
 def _num_ranks(name: str, sender: fx.Node, facts: Facts) -> int:
     """How many blocks dim 0 is made of; 0 where they are not one per rank, of one size."""
-    if name == "all_gather_into_tensor":
-        return int(sender.args[1])  # type: ignore[arg-type]
-    if name == "reduce_scatter_tensor":
-        return int(sender.args[2])  # type: ignore[arg-type]
-    if name != "all_to_all_single":
-        return 0
-    splits = [[facts.fake[n] if isinstance(n, fx.Node) else n for n in sender.args[i]] for i in (1, 2)]  # type: ignore[union-attr]
-    return len(splits[0]) if len({_PLAIN.expr(n) for n in (*splits[0], *splits[1])}) == 1 else 0
+    _, *given = pytree.tree_map(lambda a: facts.fake[a] if isinstance(a, fx.Node) else a, list(sender.args))
+    if name == "all_gather_into_tensor" and len(given) == 2:
+        return int(given[0])
+    if name == "reduce_scatter_tensor" and len(given) == 3:
+        return int(given[1])
+    if name == "all_to_all_single" and len(given) == 3:
+        return len(given[0]) if len({_PLAIN.expr(n) for n in (*given[0], *given[1])}) == 1 else 0
+    return 0
 
 
 def _regrouped(cat: fx.Node, num_ranks: int, facts: Facts, *, to_ranks: bool) -> list[fx.Node]:

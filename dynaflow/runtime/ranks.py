@@ -101,7 +101,7 @@ def _missing(store: Any, keys: dict[int, str], flow: str) -> RankMismatch:
     try:
         silent = [r for r, key in keys.items() if not store.check([key])]
     except Exception:  # what it raises is the store's own business, and is shown as the cause
-        return RankMissing("the store of the process group is gone.", why="the process that holds it has ended", fix="see that process's error")
+        return RankMissing("the store of the process group is gone.", why="the process that holds it has ended", fix="see its error")
     return RankMissing(
         f"{'ranks' if len(silent) > 1 else 'rank'} {', '.join(map(str, silent))} did not plan '{flow}' within {TIME_LIMIT.seconds} s.",
         why="ranks plan together, the first time that they see a context; these saw another one, or have ended",

@@ -31,8 +31,9 @@ def verify_orders(orders: Sequence[Sequence[Collective]], ranks: Sequence[int] |
         for number, (a, b) in enumerate(zip_longest(first, here)):
             if a is None or b is None or a[0] != b[0] or tuple(a[1]) != tuple(b[1]):
                 raise errors.RankMismatch(
-                    f"collective {number} is {_name(a)} on rank {ranks[0]} and {_name(b)} on rank {rank}.", where=b[2] if b else a[2] if a else "",
-                    why="each rank would wait for the other", fix="use one strategy on all ranks, and look at what is the same on all",
+                    f"collective {number} is {_name(a)} on rank {ranks[0]} and {_name(b)} on rank {rank}.",
+                    where=b[2] if b else a[2] if a else "", why="each rank would wait for the other",
+                    fix="use one strategy on all ranks, and let it look at what is the same on all",
                     picture=_side_by_side(first, here, number, ranks[0], rank))  # fmt: skip
 
 

@@ -4,9 +4,8 @@ import torch
 import torch._dynamo.variables
 import torch._inductor.compile_fx
 import torch.distributed._functional_collectives
-import torch.distributed.tensor
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch.distributed.tensor.parallel
 
-import dynaflow  # noqa: F401
+import dynaflow.testing.torchvision_shim  # noqa: F401  (before anything imports torchvision)
 
 torch.set_num_threads(1)
