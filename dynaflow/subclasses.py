@@ -60,7 +60,7 @@ class _Stays(Exception):
 
 def take_apart(gm: fx.GraphModule, inputs: Sequence[Any]) -> Apart | None:
     """None: there is nothing to take apart, or it cannot be done."""
-    fakes = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta.get("example_value") for n in gm.graph.nodes]
     if not any(is_traceable_wrapper_subclass(fake) or isinstance(fake, FakeScriptObject) for fake in fakes):
         return None
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
@@ -86,7 +86,7 @@ class _Taking:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 self.env[node] = self._placeholder(node)
-            elif all(isinstance(self.env[arg], fx.Node) for arg in node.all_input_nodes):
+            elif all(isinstance(self.env[arg], fx.Node) for arg in node.all_input_nodes) and not _is_wrapped(node):
                 self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
             elif node.op == "output":
                 raise _Stays
@@ -159,6 +159,10 @@ class _Taking:
         if isinstance(result, torch.Tensor) and len(made) == 1:
             return made[0]
         raise _Stays  # several results, or numbers
+
+
+def _is_wrapped(node: fx.Node) -> bool:
+    return any(is_traceable_wrapper_subclass(leaf) for leaf in pytree.tree_leaves(node.meta.get("example_value")))
 
 
 def _attributes(fake: Any) -> list[str]:

@@ -62,7 +62,7 @@ def announce(graph: fx.Graph) -> None:
 
 
 def _ranks_of(name: str) -> list[int]:
-    return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))
+    return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def _post(store: Any, rank: int, names: Iterable[str], order: list[Collective] | None) -> dict[str, Any]:
