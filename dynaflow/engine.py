@@ -117,7 +117,7 @@ class CapturedGraph:
         if self.is_compiled and is_run_whole and not self.is_empty and not self.inspects:
             self._compile_whole(inputs)
         if is_run_whole and not self.inspects:
-            announce(self.gm.graph)
+            announce(settings.name, self.gm.graph)
         settings.count(captures=1)
 
     def _compile_whole(self, inputs: Sequence[Any]) -> None:
@@ -411,7 +411,7 @@ class CapturedGraph:
         except errors.DynaFlowError as error:
             refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
         try:
-            agree(self.flow, planned.plan)
+            agree(self.gm.graph, self.flow, planned.plan)
         except errors.RankMissing:
             raise
         except errors.RankMismatch as error:

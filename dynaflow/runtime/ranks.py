@@ -1,16 +1,19 @@
 """All ranks agree on the order of their collectives before the first of them is launched.
 
 1. Each rank posts its order in the store of the default process group, once per group that the flow uses. (A rank that runs the graph
-   as a whole says that.)
+   as a whole says that.) Posts are found by the collectives that the graph calls, and numbered: ranks may capture other graphs, or the
+   same one in other shards.
 2. It reads what the other ranks of these groups posted, and those of their groups, until it knows everybody whom it could wait for,
    directly or not. So all of them see the same orders, and come to the same verdict.
 3. Orders that differ are refused, on every rank. A rank that posts nothing is not waited for longer than TIME_LIMIT.
 
-Nothing is sent over the groups themselves: a difference is found by a message, never by a collective that does not return.
+A flow whose collectives all need the whole batch, under a plan that keeps their order, does what the graph itself does: it waits for
+nobody. Nothing is sent over the groups themselves: a difference is found by a message, never by a collective that does not return.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -27,18 +30,22 @@ from dynaflow.verify.ranks import Collective, collectives, verify_orders
 # how long ranks wait for each other; the slowest may still be compiling
 TIME_LIMIT = timedelta(seconds=300)
 
-# group -> how often its ranks have agreed
-_rounds: Counter[str] = Counter()
+# (group, collectives of a graph) -> how often its ranks have agreed
+_rounds: Counter[tuple[str, str]] = Counter()
 
 
-def agree(flow: Flow, plan: Plan) -> None:
+def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
     """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order; RankMissing where a rank
     did not say."""
-    names = dict.fromkeys(token.removeprefix("group:") for op in flow.ops for token in op.uses if token.startswith("group:"))
-    if not names or not dist.is_available() or not dist.is_initialized():
+    users = [op for op in flow.ops if any(token.startswith("group:") for token in op.uses)]
+    if not users or not dist.is_available() or not dist.is_initialized():
         return
+    names = dict.fromkeys(token.removeprefix("group:") for op in users for token in op.uses if token.startswith("group:"))
+    order = collectives(plan, flow)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    mine = _post(store, rank, names, collectives(plan, flow))
+    mine = _post(store, rank, names, _signature(flow.name, graph), order)
+    if all(op.unsplittable for op in users) and [name for name, *_ in order] == [op.name for op in users]:
+        return
     posts = _everybody(store, rank, mine, flow.name)
     ranks = sorted(posts)
     whole = [r for r in ranks if posts[r]["order"] is None]
@@ -50,27 +57,40 @@ def agree(flow: Flow, plan: Plan) -> None:
     verify_orders([posts[r]["order"] for r in ranks], ranks)
 
 
-def announce(graph: fx.Graph) -> None:
+def announce(name: str, graph: fx.Graph) -> None:
     """This rank runs a graph with collectives as it is, without a plan. It waits for nobody; ranks with plans will read it."""
-    names: dict[str, None] = {}
+    called = _called(graph)
+    if called and dist.is_available() and dist.is_initialized():
+        groups = dict.fromkeys(group for _, group in called)
+        _post(dist.distributed_c10d._get_default_store(), dist.get_rank(), groups, _signature(name, graph), None)
+
+
+def _called(graph: fx.Graph) -> list[tuple[str, str]]:
+    """(collective, group) of every call in a graph, in order."""
+    found = []
     for node in graph.nodes:
-        if str(getattr(node.target, "_qualified_op_name", node.target)).startswith("_c10d_functional"):
-            given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
-            names.update(dict.fromkeys(given[-1:]))  # the group is the last of their arguments
-    if names and dist.is_available() and dist.is_initialized():
-        _post(dist.distributed_c10d._get_default_store(), dist.get_rank(), names, None)
+        name = str(getattr(node.target, "_qualified_op_name", node.target)).replace(".", "::")
+        given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+        if name.startswith("_c10d_functional") and given:
+            found.append((name.split("::")[1], given[-1]))  # the group is the last of their arguments
+    return found
+
+
+def _signature(name: str, graph: fx.Graph) -> str:
+    text = json.dumps([name, [collective for collective, _ in _called(graph)]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
-def _post(store: Any, rank: int, names: Iterable[str], order: list[Collective] | None) -> dict[str, Any]:
+def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | None) -> dict[str, Any]:
     """`order` is None for a graph that runs as a whole."""
     groups = {}
     for name in names:
-        _rounds[name] += 1
-        groups[name] = (_rounds[name], _ranks_of(name))
+        _rounds[name, signature] += 1
+        groups[name] = (f"{signature}/{_rounds[name, signature]}", _ranks_of(name))
     post = {"order": order, "groups": groups}
     for name, (number, _) in groups.items():
         store.set(_key(name, number, rank), json.dumps(post))
@@ -108,5 +128,5 @@ def _missing(store: Any, keys: dict[int, str], flow: str) -> RankMismatch:
         fix="call the model on every rank with the same sizes and tags")  # fmt: skip
 
 
-def _key(group: str, number: int, rank: int) -> str:
+def _key(group: str, number: str, rank: int) -> str:
     return f"dynaflow/{group}/{number}/{rank}"

@@ -117,6 +117,28 @@ class ExpertParallel(Moe):
         return x + (gates.t()[..., None] * back).sum(0)
 
 
+class SparseExpertParallel(ExpertParallel):
+    """The same, sending only what is needed: how many tokens go where depends on the data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        num_own = self.NUM_EXPERTS // world()
+        gates = self.gates(x)
+        tokens, experts = (gates > 0).nonzero(as_tuple=True)
+        order = experts.argsort(stable=True)
+        tokens, experts = tokens[order], experts[order]
+        counts = torch.bincount(experts, minlength=self.NUM_EXPERTS)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        num_sent, num_got = (c.view(world(), num_own).sum(1).tolist() for c in (counts, theirs))
+        got = x.new_empty(sum(num_got), WIDTH)
+        dist.all_to_all_single(got, x[tokens], num_got, num_sent)
+        expert = torch.arange(num_own).repeat(world()).repeat_interleave(theirs)
+        hidden = F.gelu(got[:, None] @ self.up[expert]) @ self.down[expert]
+        back = x.new_empty(sum(num_sent), WIDTH)
+        dist.all_to_all_single(back, hidden[:, 0], num_sent, num_got)
+        return x + torch.zeros_like(x).index_add(0, tokens, back * gates[tokens, experts][:, None])
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

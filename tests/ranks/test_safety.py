@@ -17,6 +17,7 @@ from dynaflow.errors import RankMismatch, RankMissing
 from dynaflow.runtime import ranks
 from tests.ranks import models
 from tests.ranks.harness import run, start
+from tests.ranks.test_exchange import gathers_the_batch
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -95,6 +96,29 @@ def one_does_not_plan():
     dist.barrier()
 
 
+def one_does_not_plan_and_none_has_to():
+    """All of the batch is exchanged: the plan does what the graph does."""
+    ranks.TIME_LIMIT = timedelta(seconds=1)
+    x = batch() + dist.get_rank()
+    function = gathers_the_batch
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True) if dist.get_rank() == 0 else function
+    wanted = function(x)
+    torch.testing.assert_close(fast(x), wanted)
+
+
+class NoStore:
+    """The store of a process that has ended."""
+
+    def set(self, key, value):
+        pass
+
+    def wait(self, keys, limit):
+        raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys):
+        self.wait(keys, None)
+
+
 def test_accepts_ranks_that_agree():
     assert run(same_orders, 2) == [{}, {}]
 
@@ -116,6 +140,16 @@ def test_rejects_another_context_on_every_rank():
 
 def test_rejects_a_rank_that_does_not_plan_without_waiting_forever():
     run(one_does_not_plan, 2)
+
+
+def test_accepts_a_rank_that_does_not_plan_where_the_plan_keeps_the_graphs_order():
+    run(one_does_not_plan_and_none_has_to, 2)
+
+
+def test_rejects_a_store_that_is_gone():
+    mine = {"order": [], "groups": {"0": ("x/1", [0, 1])}}
+    with pytest.raises(RankMissing, match="the store of the process group is gone"):
+        ranks._everybody(NoStore(), 0, mine, "net")
 
 
 # -- several groups
