@@ -77,7 +77,7 @@ class Sources:
         if node.op in ("placeholder", "get_attr", "output"):
             if node.op == "placeholder" and not isinstance(self.facts.fake[node], torch.Tensor):
                 if isinstance(fake := self.facts.fake[node], FakeScriptObject):
-                    raise Unplannable(f"'{node}' is a {type(fake.real_obj).__name__}.", why="it is no tensor and no number")
+                    raise Unplannable(f"'{node}' is a {fake.script_class_name}.", why="it is no tensor and no number")
                 return "size"
             return {"placeholder": "input", "get_attr": "constant", "output": "output"}[node.op]
         if node.target in (ENTER, EXIT) or node.target in _IGNORED:

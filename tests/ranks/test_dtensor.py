@@ -64,6 +64,7 @@ def parallelized(keeps_output):
     fast = df.compile(net, strategy=df.TwoBatch())
     y = fast(x)
     torch.testing.assert_close(y.full_tensor() if keeps_output else y, wanted)
+    assert keeps_output or torch.equal(y, df.run_serialised(fast, x))
     return df.stats(fast)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+import threading
 from datetime import timedelta
 
 import pytest
@@ -190,6 +190,7 @@ def two_groups():
     fast = df.compile(net, strategy=LaneEach(), strict=True)
     for _ in range(5):
         torch.testing.assert_close(fast(batch()), whole(batch()))
+        assert torch.equal(fast(batch()), df.run_serialised(fast, batch()))
     with df.profile() as profiled:
         fast(batch())
     return [s for s in profiled.timeline.streams if s.startswith("group_")]
@@ -214,22 +215,27 @@ def test_rejects_another_order_on_ranks_that_share_no_group():
 # -- lanes
 
 
+_passed = threading.Event()
+
+
 @torch.library.custom_op("dftest_ranks::late", mutates_args=())
-def late(x: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Takes its time, on rank 0 over the first rows and on the others over the last: messages become ready in different order."""
+def late(x: torch.Tensor, limit_s: float) -> torch.Tensor:
+    """On rank 0 the first rows, on the others the last wait for the message of the other rows, if that can come first."""
     if bool(x[0, 0] < 0) == (dist.get_rank() == 0):
-        time.sleep(seconds)
+        _passed.wait(limit_s)
     return x.clone()
 
 
-late.register_fake(lambda x, seconds: torch.empty_like(x))
-df.register_split_rule(torch.ops.dftest_ranks.late.default, df.rowwise)
+@torch.library.custom_op("dftest_ranks::passed", mutates_args=())
+def passed(x: torch.Tensor) -> torch.Tensor:
+    _passed.set()
+    return x.clone()
 
 
-def slowly(x):
-    y = late(x * 2, 0.2)
-    dist.all_reduce(y)
-    return y
+late.register_fake(lambda x, limit_s: torch.empty_like(x))
+passed.register_fake(torch.empty_like)
+for op in (torch.ops.dftest_ranks.late.default, torch.ops.dftest_ranks.passed.default):
+    df.register_split_rule(op, df.rowwise)
 
 
 class TwoComms(df.Strategy):
@@ -242,23 +248,30 @@ class TwoComms(df.Strategy):
             flow.execute(r, stream=f"{'comm' if r.kind == 'network' else 'compute'}{r.part.lo}")
 
 
-def messages_on_two_lanes(knows_groups):
+def messages_on_two_lanes(knows_groups, limit_s):
     if not knows_groups:
         batching.groups = lambda arguments: ()  # the engine then sees an op like any other
+
+    def model(x):
+        y = late(x * 2, limit_s)
+        dist.all_reduce(y)
+        return passed(y)
+
     x = torch.ones(4, 2)
     x[:2] = -1
-    fast = df.compile(slowly, strategy=TwoComms(), strict=True)
+    partition = ["auto", df.SplitFunc(dist.all_reduce, kind="network"), *map(df.SplitFunc, (late, passed))]
+    fast = df.compile(model, strategy=TwoComms(), partition=partition, strict=True)
     y = fast(x)
     assert df.stats(fast).num_part_launches > 0
     return torch.equal(y, 2 * x * dist.get_world_size())
 
 
 def test_messages_on_several_lanes_keep_their_order():
-    assert run(messages_on_two_lanes, 2, True) == [True, True]
+    assert run(messages_on_two_lanes, 2, True, 0.3) == [True, True]
 
 
 def test_without_the_engines_order_messages_are_mixed_up():
-    assert run(messages_on_two_lanes, 2, False) == [False, False]
+    assert run(messages_on_two_lanes, 2, False, 30.0) == [False, False]
 
 
 def early_and_late(x):
