@@ -62,7 +62,8 @@ def _is_copy_back(node: fx.Node, waits: list[fx.Node], facts: Facts) -> bool:
 
 def _waits(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, fx.Node]:
     """Wait -> the collective that it waits for."""
-    under_way: dict[int, fx.Node] = {}
+    sent: dict[int, fx.Node] = {}  # storage -> who receives into it
+    under_way: set[int] = set()
     waits: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         calls = [call for call in facts.nodes[node].calls if call.startswith(_FUNCTIONAL)]
@@ -70,15 +71,17 @@ def _waits(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, fx.Node]:
             continue
         storages = {facts.storage(t) for t in pytree.tree_leaves(facts.fake[node]) if isinstance(t, torch.Tensor)}
         if "wait_tensor" not in calls[-1]:
-            under_way.update(dict.fromkeys(storages, node))
+            sent.update(dict.fromkeys(storages, node))
+            under_way |= storages
         elif len(calls) == 1:
-            senders = {under_way.pop(s) for s in storages if s in under_way}
+            senders = {sent[s] for s in storages if s in sent}
+            under_way -= storages
             if len(senders) != 1:
                 raise Unplannable(f"'{node}' waits for a collective that was sent before this graph began.",
                                   why="parts of its result would be used before they are there")  # fmt: skip
             waits[node] = senders.pop()
     if under_way:
-        raise Unplannable(f"'{next(iter(under_way.values()))}' is sent in this graph and not waited for.",
+        raise Unplannable(f"'{sent[min(under_way)]}' is sent in this graph and not waited for.",
                           why="its result would be used before it is there", fix="wait for it in the same forward pass")  # fmt: skip
     return waits
 

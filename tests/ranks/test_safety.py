@@ -275,10 +275,11 @@ def test_without_the_engines_order_messages_are_mixed_up():
 
 
 def early_and_late(x):
-    """Sent early, waited for late, with work in between."""
+    """Sent early, waited for late (and once more), with work in between."""
     sent = torch.ops._c10d_functional.all_reduce(x * 2, "sum", "0")
     z = torch.tanh(x) @ torch.ones(2, 2)
-    return torch.ops._c10d_functional.wait_tensor(sent) + z
+    got = torch.ops._c10d_functional.wait_tensor(sent)
+    return torch.ops._c10d_functional.wait_tensor(got) + z
 
 
 def never(x):
