@@ -8,7 +8,7 @@ JOBS      ?= $(if $(PYTHON),1,2)
 # seconds after which a test run that hangs is ended
 TEST_LIMIT_S ?= 1500
 # what to test
-TESTS     ?= tests/cpu tests/fuzz
+TESTS     ?= tests/cpu tests/ranks tests/fuzz
 
 ifdef PYTHON
 PY    := $(PYTHON)

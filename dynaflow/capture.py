@@ -30,6 +30,7 @@ from dynaflow.ongoing import Ongoing, ongoing, serialised
 from dynaflow.settings import TOTAL, Settings, Stats, read_settings
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential
+from dynaflow.subclasses import take_apart
 
 log = logging.getLogger("dynaflow")
 
@@ -48,7 +49,12 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     return capture(gm, inputs, read_settings(**dict(options or {})))
 
 
-def capture(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph: type[CapturedGraph] = CapturedGraph) -> CapturedGraph:
+def capture(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, graph: type[CapturedGraph] = CapturedGraph
+) -> Callable[..., Any]:
+    if (apart := take_apart(gm, inputs)) is not None:
+        captured = capture(apart.gm, apart.inside(inputs), settings, graph)
+        return lambda *args: captured(*apart.inside(args))
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
@@ -43,7 +43,7 @@ from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run, is_profiling
 from dynaflow.runtime.program import COPIED, Bound, Program
-from dynaflow.runtime.ranks import agree
+from dynaflow.runtime.ranks import agree, announce
 from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
 from dynaflow.sources import ITEM, Sources, Unplannable
@@ -118,6 +118,8 @@ class CapturedGraph:
         is_run_whole = self.is_whole or self._needs_grad or self.refusal is not None
         if self.is_compiled and is_run_whole and not self.is_empty and not self.inspects:
             self._compile_whole(inputs)
+        if is_run_whole and not self.inspects:
+            announce(settings.name, self.gm.graph)
         settings.count(captures=1)
 
     def _compile_whole(self, inputs: Sequence[Any]) -> None:
@@ -332,7 +334,8 @@ class CapturedGraph:
                 try:
                     bound = self._bind(sizes, tags, args)
                 except errors.DynaFlowError as error:
-                    if self.settings.strict:
+                    # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one
+                    if self.settings.strict or isinstance(error, errors.RankMissing):
                         raise
                     is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
                     bound = Fallback(str(error), error, bound=self._as_one(sizes) if is_plannable else None)
@@ -435,13 +438,21 @@ class CapturedGraph:
 
     def _plan_with_all_ranks(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
         """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
+        refused: errors.DynaFlowError | None = None
         try:
             planned = self.plan(facts, sizes)
-        except errors.DynaFlowError:
-            with suppress(errors.RankMismatch):  # the others are told; here the first error is the one to show
-                agree(self.flow, sequential_plan(self.flow, "refused"))
+        except errors.DynaFlowError as error:
+            refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
+        try:
+            agree(self.gm.graph, self.flow, planned.plan)
+        except errors.RankMissing:
             raise
-        agree(self.flow, planned.plan)
+        except errors.RankMismatch as error:
+            # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
+            self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
+            raise (refused or error) from None  # the first error is the one to show
+        if refused is not None:
+            raise refused
         return planned
 
     def _serial_bound(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:

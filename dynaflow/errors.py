@@ -180,3 +180,7 @@ class LiveOverlap(PlanRefused):
 
 class RankMismatch(PlanRefused):
     """Ranks would call collectives in different order."""
+
+
+class RankMissing(RankMismatch):
+    """A rank did not say which collectives it would call. What it runs is not known, so nothing is launched here."""

@@ -1,10 +1,12 @@
 """Graph -> groups of nodes, one per op.
 
-Contract: every node that computes or changes something is in exactly one group, groups are in program order, and running the
-groups one after the other is running the graph. Views and sizes belong to no group: whoever needs one makes its own (`units.py`).
+Contract: every node that computes or changes something is in exactly one group, groups are in program order (waits for collectives
+aside), and running the groups one after the other is running the graph. Views and sizes belong to no group: whoever needs one makes
+its own (`units.py`).
 
 1. Every node gets a key: the user's mark, function or module rule that claims it; else (partition="auto") its module, with
-   attention, collectives and large matrix products on their own; else nothing.
+   attention, collectives and large matrix products on their own; else nothing. What belongs to a collective has its key, and was
+   moved beside it (`exchange.py`).
 2. Consecutive nodes with the same key form a group.
 3. What must not be in the same op as its neighbours moves out: a change of state without batch axis happens once, behind its
    group; nodes that mix the batch and nodes that do not depend on it are parted from those that can be split.
@@ -25,6 +27,7 @@ from torch import fx
 from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule
 from dynaflow.batching import Facts
 from dynaflow.errors import OptionError, PartitionError
+from dynaflow.exchange import tie
 from dynaflow.offload import FETCH
 from dynaflow.sources import Sources, clean_name
 
@@ -54,8 +57,10 @@ class Group:
 
 def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequence[Rule | str] = "auto") -> list[Group]:
     is_auto, rules = _read_rules(rules)
-    nodes = [n for n in graph.nodes if sources.computes(n)]
+    nodes, facts, tied = tie([n for n in graph.nodes if sources.computes(n)], facts, sources)
+    sources.facts = facts  # what is asked of sources from here on knows which exchanges may be split
     keys = _keys(nodes, facts, rules, is_auto)
+    keys.update({node: keys[collective] for node, collective in tied.items()})
     groups: list[Group] = []
     previous: Any = None
     for node in nodes:

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -75,6 +76,8 @@ class Sources:
     def _kind(self, node: fx.Node) -> str:
         if node.op in ("placeholder", "get_attr", "output"):
             if node.op == "placeholder" and not isinstance(self.facts.fake[node], torch.Tensor):
+                if isinstance(fake := self.facts.fake[node], FakeScriptObject):
+                    raise Unplannable(f"'{node}' is a {fake.script_class_name}.", why="it is no tensor and no number")
                 return "size"
             return {"placeholder": "input", "get_attr": "constant", "output": "output"}[node.op]
         if node.target in (ENTER, EXIT) or node.target in _IGNORED:

@@ -20,10 +20,12 @@ def keeps(call: Call) -> Verdict:
 
 
 @rules(*_each("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"))
-@rules(*_each("all_to_all_single"))
+@rules(*_each("all_to_all_single"), sizes=("output_split_sizes", "input_split_sizes"))
 def along_dim_0(call: Call) -> Verdict:
+    """(With what torch puts around it, it may be an exchange along another dim: `exchange.py`.)"""
     axes = tuple(call.axis(t) for t in call.tensors)
-    return "exchanges rows between ranks" if 0 in axes else axes
+    is_cut = call.sizes.has_batch((call.get("output_split_sizes"), call.get("input_split_sizes")))
+    return "exchanges rows between ranks" if 0 in axes or is_cut else axes
 
 
 def groups(arguments: dict[str, Any]) -> tuple[str, ...]:

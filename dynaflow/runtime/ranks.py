@@ -1,42 +1,132 @@
 """All ranks agree on the order of their collectives before the first of them is launched.
 
-Each rank posts its order in the process group's store and reads the others'. Nothing is sent over the group itself: a rank that
-plans something else, or nothing, is found by a message or a time limit, never by a collective that does not return.
+1. Each rank posts its order in the store of the default process group, once per group that the flow uses. (A rank that runs the graph
+   as a whole says that.) Posts are found by the collectives that the graph calls, and numbered: ranks may capture other graphs, or the
+   same one in other shards.
+2. It reads what the other ranks of these groups posted, and those of their groups, until it knows everybody whom it could wait for,
+   directly or not. So all of them see the same orders, and come to the same verdict.
+3. Orders that differ are refused, on every rank. A rank that posts nothing is not waited for longer than TIME_LIMIT.
+
+A flow whose collectives all need the whole batch, under a plan that keeps their order, does what the graph itself does: it waits for
+nobody. Nothing is sent over the groups themselves: a difference is found by a message, never by a collective that does not return.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections import Counter
 from datetime import timedelta
+from typing import Any, Iterable
 
 import torch.distributed as dist
+from torch import fx
 
-from dynaflow.errors import RankMismatch
+from dynaflow.errors import RankMismatch, RankMissing
 from dynaflow.ir import Flow, Plan
-from dynaflow.verify.ranks import collectives, verify_orders
+from dynaflow.verify.ranks import Collective, collectives, verify_orders
 
-TIME_LIMIT = timedelta(seconds=60)
+# how long ranks wait for each other; the slowest may still be compiling
+TIME_LIMIT = timedelta(seconds=300)
 
-_round: Counter[str] = Counter()
+# (group, collectives of a graph) -> how often its ranks have agreed
+_rounds: Counter[tuple[str, str]] = Counter()
 
 
-def agree(flow: Flow, plan: Plan) -> None:
-    """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order."""
-    if not any(token.startswith("group:") for op in flow.ops for token in op.uses):
+def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
+    """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order; RankMissing where a rank
+    did not say."""
+    users = [op for op in flow.ops if any(token.startswith("group:") for token in op.uses)]
+    if not users or not dist.is_available() or not dist.is_initialized():
         return
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    names = dict.fromkeys(token.removeprefix("group:") for op in users for token in op.uses if token.startswith("group:"))
+    order = collectives(plan, flow)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    mine = _post(store, rank, names, _signature(flow.name, graph), order)
+    if all(op.unsplittable for op in users) and [name for name, *_ in order] == [op.name for op in users]:
         return
-    store, rank, num_ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    _round[flow.name] += 1
-    keys = [f"dynaflow/{flow.name}/{_round[flow.name]}/{r}" for r in range(num_ranks)]
-    store.set(keys[rank], json.dumps(collectives(plan, flow)))
-    try:
-        store.wait(keys, TIME_LIMIT)
-    except Exception as error:
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+    posts = _everybody(store, rank, mine, flow.name)
+    ranks = sorted(posts)
+    whole = [r for r in ranks if posts[r]["order"] is None]
+    if whole:
         raise RankMismatch(
-            f"ranks {missing} did not plan '{flow.name}' within {TIME_LIMIT.seconds} s.",
-            why="ranks plan together, the first time that they see a context; these saw another one, or stopped",
-            fix="call the model on every rank with the same sizes and tags") from error  # fmt: skip
-    verify_orders([json.loads(store.get(key)) for key in keys])
+            f"'{flow.name}' runs as a whole on rank {', '.join(map(str, whole))}, and under a plan on the others.",
+            why="a plan may call collectives on parts of the batch, and each rank would wait for the other",
+            fix="use one strategy on all ranks")  # fmt: skip
+    verify_orders([posts[r]["order"] for r in ranks], ranks)
+
+
+def announce(name: str, graph: fx.Graph) -> None:
+    """This rank runs a graph with collectives as it is, without a plan. It waits for nobody; ranks with plans will read it."""
+    called = _called(graph)
+    if called and dist.is_available() and dist.is_initialized():
+        groups = dict.fromkeys(group for _, group in called)
+        _post(dist.distributed_c10d._get_default_store(), dist.get_rank(), groups, _signature(name, graph), None)
+
+
+def _called(graph: fx.Graph) -> list[tuple[str, str]]:
+    """(collective, group) of every call in a graph, in order."""
+    found = []
+    for node in graph.nodes:
+        name = str(getattr(node.target, "_qualified_op_name", node.target)).replace(".", "::")
+        given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+        if name.startswith("_c10d_functional") and given:
+            found.append((name.split("::")[1], given[-1]))  # the group is the last of their arguments
+    return found
+
+
+def _signature(name: str, graph: fx.Graph) -> str:
+    text = json.dumps([name, [collective for collective, _ in _called(graph)]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _ranks_of(name: str) -> list[int]:
+    return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | None) -> dict[str, Any]:
+    """`order` is None for a graph that runs as a whole."""
+    groups = {}
+    for name in names:
+        _rounds[name, signature] += 1
+        groups[name] = (f"{signature}/{_rounds[name, signature]}", _ranks_of(name))
+    post = {"order": order, "groups": groups}
+    for name, (number, _) in groups.items():
+        store.set(_key(name, number, rank), json.dumps(post))
+    return post
+
+
+def _everybody(store: Any, rank: int, mine: dict[str, Any], flow: str) -> dict[int, dict[str, Any]]:
+    """Rank -> what it posted."""
+    posts, left = {rank: mine}, list(mine["groups"].items())
+    deadline = time.monotonic() + TIME_LIMIT.total_seconds()
+    while left:
+        name, (number, ranks) = left.pop()
+        keys = {r: _key(name, number, r) for r in ranks if r not in posts}
+        if not keys:
+            continue
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        except Exception as error:
+            raise _missing(store, keys, flow) from error
+        for r, key in keys.items():
+            posts[r] = json.loads(store.get(key))
+            left.extend(posts[r]["groups"].items())
+    return posts
+
+
+def _missing(store: Any, keys: dict[int, str], flow: str) -> RankMismatch:
+    """Which ranks said nothing. Where the store does not answer either, its owner is gone."""
+    try:
+        silent = [r for r, key in keys.items() if not store.check([key])]
+    except Exception:  # what it raises is the store's own business, and is shown as the cause
+        return RankMissing("the store of the process group is gone.", why="the process that holds it has ended", fix="see its error")
+    return RankMissing(
+        f"{'ranks' if len(silent) > 1 else 'rank'} {', '.join(map(str, silent))} did not plan '{flow}' within {TIME_LIMIT.seconds} s.",
+        why="ranks plan together, the first time that they see a context; these saw another one, or have ended",
+        fix="call the model on every rank with the same sizes and tags")  # fmt: skip
+
+
+def _key(group: str, number: str, rank: int) -> str:
+    return f"dynaflow/{group}/{number}/{rank}"

@@ -24,16 +24,17 @@ def verify_ranks(plans: Sequence[Plan], flows: Flow | Sequence[Flow]) -> None:
     verify_orders([collectives(plan, flow) for plan, flow in zip(plans, per_rank, strict=True)])
 
 
-def verify_orders(orders: Sequence[Sequence[Collective]]) -> None:
-    """`orders[r]` is what `collectives` says of rank r."""
-    first = orders[0] if orders else []
-    for rank, here in enumerate(orders):
+def verify_orders(orders: Sequence[Sequence[Collective]], ranks: Sequence[int] | None = None) -> None:
+    """`orders[i]` is what `collectives` says of rank `ranks[i]` (of rank i, where no ranks are given)."""
+    first, ranks = orders[0] if orders else [], ranks or range(len(orders))
+    for rank, here in zip(ranks, orders):
         for number, (a, b) in enumerate(zip_longest(first, here)):
             if a is None or b is None or a[0] != b[0] or tuple(a[1]) != tuple(b[1]):
                 raise errors.RankMismatch(
-                    f"collective {number} is {_name(a)} on rank 0 and {_name(b)} on rank {rank}.", where=b[2] if b else a[2] if a else "",
-                    why="each rank would wait for the other", fix="use one plan on all ranks: rank 0's",
-                    picture=_side_by_side(first, here, number, rank))  # fmt: skip
+                    f"collective {number} is {_name(a)} on rank {ranks[0]} and {_name(b)} on rank {rank}.",
+                    where=b[2] if b else a[2] if a else "", why="each rank would wait for the other",
+                    fix="use one strategy on all ranks, and let it look at what is the same on all",
+                    picture=_side_by_side(first, here, number, ranks[0], rank))  # fmt: skip
 
 
 def collectives(plan: Plan, flow: Flow) -> list[Collective]:
@@ -57,9 +58,9 @@ def _name(collective: Collective | None) -> str:
     return f"'{collective[0]}'" if (lo, hi) == (0, hi_of) else f"'{collective[0]}' over rows {lo}/{lo_of} to {hi}/{hi_of}"
 
 
-def _side_by_side(first: Sequence[Collective], here: Sequence[Collective], number: int, rank: int) -> str:
+def _side_by_side(first: Sequence[Collective], here: Sequence[Collective], number: int, one: int, other: int) -> str:
     start = max(0, number - 2)
-    rows = [("rank 0", f"rank {rank}")]
+    rows = [(f"rank {one}", f"rank {other}")]
     rows += [(_name(first[i] if i < len(first) else None), _name(here[i] if i < len(here) else None)) for i in range(start, number + 1)]
     width = max(len(left) for left, _ in rows)
     lines = [f"{left.ljust(width)}  {right}" for left, right in rows]

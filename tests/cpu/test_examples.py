@@ -35,8 +35,8 @@ def test_example_is_short_and_says_what_it_shows(path):
     assert text.startswith('"""')
 
 
-def test_there_are_six():
-    assert [path.name[:3] for path in EXAMPLES] == ["01_", "02_", "03_", "04_", "05_", "06_"]
+def test_there_are_seven():
+    assert [path.name[:3] for path in EXAMPLES] == ["01_", "02_", "03_", "04_", "05_", "06_", "07_"]
 
 
 def test_demo(tmp_path):
