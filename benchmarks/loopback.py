@@ -1,6 +1,6 @@
 """What overlap hides between two real processes: a tensor-parallel model over gloo, its collectives on a link made slow.
 
-    python -m benchmarks.loopback [--rounds 15] [--json FILE]      measure and write the file
+    python -m benchmarks.loopback [--rounds 12] [--json FILE]      measure and write the file
     python -m benchmarks.loopback --plot                           plot from the file
     python -m benchmarks.loopback --tiny --json out/loopback.json  small
 
@@ -15,7 +15,8 @@ bytes/bandwidth; other lanes compute meanwhile). Ways, in turns, after a barrier
     network alone   its collectives without the model
 
 Hideable is what is shorter, compute or network; hidden is what `overlapped` is faster than `sequential`. Results must be bit-equal to the
-same plan on one thread and close to the unsharded model's; both ranks check. It is a figure of a CPU, over an emulated link.
+same plan on one thread and close to the unsharded model's; both ranks check. It is a figure of a CPU, over an emulated link. Other
+processes on the machine show in it: each row notes the load (runnable processes, a minute's average) before it, and the number of cores.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RANKS = 2
 LINKS = {"2.5G": Link("2.5G", latency_us=200, gbps=2.5), "1G": Link("1G", latency_us=200, gbps=1.0)}
 SIZES: dict[str, int] = {"layers": 2, "hidden": 512, "heads": 8, "batch": 16, "seq": 32}
 TINY: dict[str, int] = {"layers": 1, "hidden": 32, "heads": 2, "batch": 4, "seq": 4}
-STRATEGIES: dict[str, Callable[[], df.Strategy]] = {"TwoBatch": df.TwoBatch}
+STRATEGIES: dict[str, Callable[[], df.Strategy]] = {"TwoBatch": df.TwoBatch, "NanoBatch(4)": lambda: df.NanoBatch(4)}
 WAYS = ("sequential", "split", "overlapped", "compute alone", "network alone")
 
 
@@ -119,6 +120,7 @@ def run_rank(rank: int, folder: str, wish: Result) -> None:
 
 
 def _measured(rank: int, link: str, strategy: str, wish: Result) -> Result:
+    load = os.getloadavg()[0]
     sizes, rules = wish["sizes"], [df.SplitModule("*.reduce?", kind="network"), "auto"]
     full = whole(sizes)
     torch.manual_seed(1)
@@ -151,7 +153,7 @@ def _measured(rank: int, link: str, strategy: str, wish: Result) -> Result:
             if number >= 2:
                 times[name].append((time.perf_counter() - began) * 1e3)
     stats = df.stats(overlapped)
-    return {"link": link, "strategy": strategy, "times": times, "checks": checks.tolist(), "error": error,
+    return {"link": link, "strategy": strategy, "load": load, "times": times, "checks": checks.tolist(), "error": error,
             "num_part_launches": stats.num_part_launches, "fallbacks": dict(stats.fallbacks)}  # fmt: skip
 
 
@@ -177,7 +179,8 @@ def as_row(found: Result, sizes: Mapping[str, int], made_by: str, tiny: bool) ->
         "bound": round(medians["sequential"] / max(medians["compute alone"], medians["network alone"]), 4),
         "hidden_ms": round(hidden, 3), "hideable_ms": round(hideable, 3), "hidden_share": round(hidden / hideable, 4),
         "equal": f"bit, on both ranks; max abs {found['error']:.1e} against the unsharded model" if is_equal else "NOT EQUAL",
-        "emulated": True, "note": "two gloo processes on loopback; the link is emulated by sleeping"
+        "emulated": True, "note": "two gloo processes on loopback; the link is emulated by sleeping; "
+                                  f"load before: {found['load']:.1f} on {os.cpu_count()} cores"
                                   + ("" if is_planned else f"; NO PLAN RAN: {found['fallbacks']}"),
     }  # fmt: skip
     return stamped(f"{found['strategy']}, {found['link']} link (emulated)", "time", config, result, made_by, "cpu")
@@ -196,7 +199,7 @@ def table(rows: Sequence[Result]) -> str:
         low, high = r["interval"]
         hidden = f"{r['hidden_ms']:.1f} of {r['hideable_ms']:.1f} ms hidden ({r['hidden_share']:.0%})"
         gain = f"{r['speedup']:.2f}x ({low:.2f} to {high:.2f}), bound {r['bound']:.2f}x"
-        lines += [r["row"], f"  ms, median (spread): {ms}", f"  {gain}; {hidden}; {r['equal']}"]
+        lines += [r["row"], f"  ms, median (spread): {ms}", f"  {gain}; {hidden}; {r['equal']}; {r['note']}"]
     return "\n".join(lines)
 
 
@@ -238,7 +241,7 @@ def measure(wish: Result) -> list[Result]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--plot", action="store_true", help="plot from the json, measure nothing")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def found(**more):
     times = {"sequential": 10.0, "split": 11.0, "overlapped": 7.0, "compute alone": 6.0, "network alone": 4.0}
-    return {"link": "1G", "strategy": "TwoBatch", "times": {name: [ms] * 3 for name, ms in times.items()}, "checks": [1, 1, 1],
+    return {"link": "1G", "strategy": "TwoBatch", "load": 0.5, "times": {name: [ms] * 3 for name, ms in times.items()}, "checks": [1, 1, 1],
             "error": 1e-6, "num_part_launches": 8, "fallbacks": {}, **more}  # fmt: skip
 
 
