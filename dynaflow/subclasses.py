@@ -10,6 +10,7 @@ runs as it is.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Sequence
@@ -22,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+log = logging.getLogger("dynaflow")
 
 # what a node that is traced again keeps of the one that it comes from
 _KEPT = ("nn_module_stack", "stack_trace", "custom", "source_fn_stack")
@@ -83,6 +86,9 @@ class _Taking:
         self.attributes: list[tuple[str, ...] | None] = []
 
     def run(self) -> Apart:
+        (output,) = self.gm.graph.find_nodes(op="output")
+        if any(_is_wrapped(arg) for arg in output.all_input_nodes):
+            raise _Stays
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 self.env[node] = self._placeholder(node)
@@ -135,8 +141,12 @@ class _Taking:
             results[:] = [result]
             return [t for leaf in pytree.tree_leaves(result) for t in _unwrap(leaf)]
 
-        with torch.no_grad(), self.fake_mode:
-            traced = make_fx(call, _allow_non_fake_inputs=True)(*[_in_mode(fake, self.fake_mode) for _, fake in given])
+        try:
+            with torch.no_grad(), self.fake_mode:
+                traced = make_fx(call, _allow_non_fake_inputs=True)(*[_in_mode(fake, self.fake_mode) for _, fake in given])
+        except Exception as error:  # of a wrapper that torch cannot trace through
+            log.info("a graph's wrapped tensors are left as they are, '%s' cannot be traced: %s: %s", node, type(error).__name__, error)
+            raise _Stays from error
         made = self._inline(traced, [n for n, _ in given], node)
         return self._result(results[0], made)
 

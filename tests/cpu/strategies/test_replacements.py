@@ -1,12 +1,10 @@
 """Functions in the place of ops: bodies, chunks that are sent while the next is computed, all-reduce + add + norm in one."""
 
-import socket
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -19,8 +17,8 @@ from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
 from dynaflow.runtime.program import Expr, Program, Unit
 from dynaflow.testing.flows import random_flow
-from tests.cpu.runtime.test_ranks import RowParallel, worker
 from tests.cpu.strategies.models import NETWORK, send
+from tests.ranks.harness import run
 
 
 @pytest.fixture(autouse=True)
@@ -333,6 +331,19 @@ def test_ctas_follow_the_context():
 # -- real collectives
 
 
+class RowParallel(nn.Module):
+    """A linear layer whose inputs are divided over the ranks."""
+
+    def __init__(self, full):
+        super().__init__()
+        self.weight = nn.Parameter(full.weight.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())
+
+    def forward(self, x):
+        y = x.chunk(dist.get_world_size(), -1)[dist.get_rank()] @ self.weight.t()
+        dist.all_reduce(y)
+        return y
+
+
 class Parallel(nn.Module):
     def __init__(self, full):
         super().__init__()
@@ -343,7 +354,7 @@ class Parallel(nn.Module):
         return x + torch.tanh(self.norm(x))
 
 
-def on_two_ranks(rank):
+def under_each_strategy():
     torch.manual_seed(0)
     full = [nn.Linear(8, 8, bias=False) for _ in range(2)]
     net = nn.Sequential(*map(Parallel, full))
@@ -357,16 +368,6 @@ def on_two_ranks(rank):
         assert any(name in launch.replace for launch in plan.launches) and not df.stats(fast).fallbacks
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_ranks():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    workers = [context.Process(target=worker, args=(r, 2, port, on_two_ranks, results)) for r in range(2)]
-    for w in workers:
-        w.start()
-    outcomes = dict(results.get(timeout=150) for _ in workers)
-    for w in workers:
-        w.join(30)
-    assert outcomes == {0: "ok", 1: "ok"}, "\n".join(outcomes.values())
+    run(under_each_strategy, 2)
