@@ -63,6 +63,10 @@ class InPlace(_Shard):
         return x + y
 
 
+# Dynamo of 2.11 does not look into what torch joins the blocks with ("marked as skipped: _maybe_view_chunk_cat")
+gathers_in_graphs = torch.__version__ >= "2.12"
+
+
 class SequenceParallel(_Shard):
     """Each rank has a part of every sequence (dim 1): all-gather before the matrix products, reduce-scatter behind them."""
 
@@ -110,10 +114,10 @@ class ExpertParallel(Moe):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gates = self.gates(x)
         chosen = (gates > 0).to(x.dtype).t()[..., None] * x  # experts, tokens, width
-        sent = chosen.view(world(), -1, *x.shape)  # ranks, their experts, tokens, width
+        sent = chosen.contiguous().view(world(), -1, *x.shape)  # ranks, their experts, tokens, width
         with_experts = funcol.all_to_all_single(sent, None, None, dist.group.WORLD)
         y = F.gelu(with_experts @ self.up) @ self.down
-        back = funcol.all_to_all_single(y, None, None, dist.group.WORLD).view(-1, *x.shape)
+        back = funcol.all_to_all_single(y.contiguous(), None, None, dist.group.WORLD).view(-1, *x.shape)
         return x + (gates.t()[..., None] * back).sum(0)
 
 

@@ -12,6 +12,7 @@ from tests.ranks.harness import run
 pytestmark = pytest.mark.xdist_group("ranks")
 transformers = pytest.importorskip("transformers")
 
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A Llama with random weights, as from_pretrained wants it."""
@@ -70,6 +71,9 @@ def parallelized(keeps_output):
 
 def test_torchs_own_parallel_styles():
     for stats in run(parallelized, 2, False):
+        if torch.__version__ < "2.12":  # it cannot be traced there: "could not look up op for aten::size"
+            assert any("DTensor" in reason for reason in stats.fallbacks), stats
+            continue
         assert stats.num_part_launches > 0 and not stats.fallbacks and not stats.num_unsplittable, stats
 
 

@@ -64,7 +64,7 @@ def equals_one_process(name, strategies, batch_sizes, partition="auto", compiler
 WHOLE = ("TokenParallel", "SparseExpertParallel")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WHOLE])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WHOLE and (models.gathers_in_graphs or name != "SequenceParallel")])
 def test_two_ranks(name):
     strategies = [s for s in STRATEGIES if s != "sequential" or name == "Functional"]  # which runs the graph as it is
     for told in run(equals_one_process, 2, name, strategies, [6, 9]):
@@ -93,6 +93,7 @@ def test_what_cannot_be_split_runs_merged_between_parts(name):
         assert set(told["two"].fallbacks) <= {"batch smaller than 2"}, told  # graphs that the counts break off, which have no batch
 
 
+@pytest.mark.skipif(not models.gathers_in_graphs, reason="Dynamo of this torch does not capture such all-gathers")
 def test_compiled_by_inductor():
     for told in run(equals_one_process, 2, "SequenceParallel", ["two"], [6], "auto", "inductor"):
         assert told["two"].num_part_launches > 0 and not told["two"].fallbacks and not told["two"].num_unsplittable
