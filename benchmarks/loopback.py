@@ -46,7 +46,7 @@ RESULTS = store.RESULTS / "loopback.json"
 RANKS = 2
 # of Ethernet's rates; slow enough that the network takes about as long as a CPU's compute
 LINKS = {"2.5G": Link("2.5G", latency_us=200, gbps=2.5), "1G": Link("1G", latency_us=200, gbps=1.0)}
-SIZES: dict[str, int] = {"layers": 2, "hidden": 512, "heads": 8, "batch": 16, "seq": 32}
+SIZES: dict[str, int] = {"layers": 2, "hidden": 512, "heads": 8, "batch": 32, "seq": 64}
 TINY: dict[str, int] = {"layers": 1, "hidden": 32, "heads": 2, "batch": 4, "seq": 4}
 STRATEGIES: dict[str, Callable[[], df.Strategy]] = {"TwoBatch": df.TwoBatch, "NanoBatch(4)": lambda: df.NanoBatch(4)}
 WAYS = ("sequential", "split", "overlapped", "compute alone", "network alone")
