@@ -53,7 +53,11 @@ def table() -> str:
         _models("models-cuda", "eager ops, CUDA streams of one H200"),
         *_backend(),
         _loopback(),
-        (f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more", f"{fuzz['runs']:,} runs bit-equal", "fuzz"),
+        (
+            f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more",
+            f"{fuzz['runs']:,} runs bit-equal",
+            "fuzz",
+        ),
         (
             f"{fuzz['mutants']:,} mutated plans in {fuzz['classes']} classes",
             f"{fuzz['wrong']:,} shown wrong by an independent oracle, {fuzz['missed']} of them accepted; no valid plan refused",
