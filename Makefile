@@ -1,5 +1,5 @@
 # Everything here works on a fresh machine: the virtual environment is made first.
-#   make demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback
+#   make demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback bench-offload
 #   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
 
 VENV      := .venv
@@ -22,7 +22,7 @@ endif
 # one torch thread per process: test workers and lanes are what runs side by side
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback clean
+.PHONY: demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback bench-offload clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(ARGS)
@@ -57,6 +57,9 @@ bench-overlap: $(READY)
 
 bench-loopback: $(READY)
 	$(ONE_THREAD) $(PY) -m benchmarks.loopback $(ARGS)
+
+bench-offload: $(READY)
+	$(PY) -m benchmarks.offload $(ARGS)
 
 clean:
 	rm -rf build out *.egg-info

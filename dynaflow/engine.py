@@ -284,7 +284,7 @@ class CapturedGraph:
         outputs = self._recordings.replay(bound, list(args)) if bound is not None and self._recordings is not None else None
         if outputs is None or bound is None:
             return None
-        self.settings.count_replayed(bound.num_launches, bound.num_part_launches)
+        self.settings.count_planned(bound.num_launches, bound.num_part_launches, num_calls=1)
         if self._changed:
             torch._C._increment_version([args[i] for i in self._changed])  # see _hand_out
         assert self._plain_outputs is not None

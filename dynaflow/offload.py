@@ -55,6 +55,8 @@ def offload(model: nn.Module, device: str | torch.device, *, min_bytes: int = MI
     For inference: a weight that needs a gradient is refused. `onload(model)` is the way back.
     """
     target = torch.device(device)
+    if any(isinstance(module, _Fetched) for module in model.modules()):
+        raise OptionError(f"{type(model).__name__} is offloaded already.", fix="df.onload(model, device) first, to offload it anew")
     owners = [(module, name) for module in model.modules() for name, p in module.named_parameters(recurse=False)
               if not isinstance(module, nn.Embedding) and p.numel() * p.element_size() >= min_bytes]  # fmt: skip
     if not owners:

@@ -108,22 +108,12 @@ class Settings:
             self.stats.calls += 1
             TOTAL.calls += 1
 
-    def count_planned(self, num_launches: int, num_part_launches: int) -> None:
+    def count_planned(self, num_launches: int, num_part_launches: int, num_calls: int = 0) -> None:
+        """`num_calls`: 1 where the call itself is not counted yet."""
         mine, total = self.stats, TOTAL
         with _counting:
-            mine.planned_calls += 1
-            total.planned_calls += 1
-            mine.num_launches += num_launches
-            total.num_launches += num_launches
-            mine.num_part_launches += num_part_launches
-            total.num_part_launches += num_part_launches
-
-    def count_replayed(self, num_launches: int, num_part_launches: int) -> None:
-        """A call, and a planned one."""
-        mine, total = self.stats, TOTAL
-        with _counting:
-            mine.calls += 1
-            total.calls += 1
+            mine.calls += num_calls
+            total.calls += num_calls
             mine.planned_calls += 1
             total.planned_calls += 1
             mine.num_launches += num_launches

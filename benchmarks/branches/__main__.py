@@ -20,16 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import fresh
-from benchmarks.branches import child, report, runner
+from benchmarks import fresh, runner
+from benchmarks.branches import child, report
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
 from benchmarks.branches.variants import COMPILE, OURS, Variants
@@ -49,20 +47,15 @@ def main() -> int:
         return 0
     if publish(args, report, plot):
         return 0
-    # ended from outside: end the rows' processes too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return Suite(args).run()
 
 
-class Suite:
-    """One call: phases one after the other, rows in their order."""
+class Suite(runner.Shard):
+    """Phases one after the other, rows in their order."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.began = time.perf_counter()
+        super().__init__("branches", args)
         self.made_by = command("branches", sys.argv[1:])
-        self.not_run: list[str] = []
-        self.bad: list[str] = []
 
     def run(self) -> int:
         for phase in PHASES:
@@ -72,21 +65,12 @@ class Suite:
                 self._first(select(self.args.rows or FIRST_ROWS))
             else:
                 self._rows(phase, select(self.args.rows or "*"))
-        return self._end()
+        return self.end(report, bool({"time", "first"} & set(self.args.only.split(","))))
 
     def _rows(self, phase: str, rows: list[Row]) -> None:
         num_jobs = self._jobs(phase)
         wish = self._wish() | {"rounds": self.args.rounds, "timelines": str(self.args.timelines.absolute()) if self.args.timelines else ""}
-        names = [r.name for r in rows]
-        for done in runner.run("branches", phase, names, wish, num_jobs, self._left, self.args.row_limit_s):
-            if isinstance(done, str):
-                self.not_run.append(f"{phase}: {done}")
-                continue
-            how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
-            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
-            if done.rc != 0:
-                self.bad.append(f"{phase}: {done.row} {how}")
-                print("    " + done.tail.replace("\n", "\n    "), flush=True)
+        for done in self.each(phase, [r.name for r in rows], wish, num_jobs):
             if phase == "time":
                 self._keep(next(r for r in rows if r.name == done.row), done)
 
@@ -108,7 +92,7 @@ class Suite:
 
     def _first(self, rows: list[Row]) -> None:
         for row in rows:
-            if self._left() < 4 * runner.MIN_ROW_S:
+            if self.left_s() < 4 * runner.MIN_ROW_S:
                 self.not_run.append(f"first: {row.name}")
                 continue
 
@@ -124,22 +108,6 @@ class Suite:
         args = self.args
         chosen = [v for v in args.variants.split(",") if v]
         return {"tiny": args.tiny, "device": args.device, "options": args.options, "variants": chosen, "made_by": self.made_by}
-
-    def _left(self) -> float:
-        return self.args.limit_s - (time.perf_counter() - self.began)
-
-    def _end(self) -> int:
-        rows = load(self.args.json)
-        print(f"\n{time.perf_counter() - self.began:.0f} s")
-        if rows:
-            print(report.table(rows))
-        for title, found in (("BAD", self.bad), (f"NOT RUN (no room in --limit-s {self.args.limit_s:.0f})", self.not_run)):
-            if found:
-                print(f"{title}: " + "; ".join(found))
-        if self.not_run:
-            return 3
-        is_timed = {"time", "first"} & set(self.args.only.split(","))
-        return 1 if self.bad or (is_timed and not all(t["is_met"] for t in report.targets(rows))) else 0
 
 
 def _arguments() -> argparse.Namespace:

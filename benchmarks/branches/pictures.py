@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.runner import slug
 from benchmarks.store import DOCS
 from dynaflow.timeline import Span, Timeline
 from dynaflow.view.picture import picture
 
 IMAGES = DOCS / "img"
-
-
-def slug(row: str) -> str:
-    return re.sub(r"[^a-z0-9_]+", "-", row.lower()).strip("-")
 
 
 def path_of(row: str, folder: Path = IMAGES) -> Path:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -28,13 +27,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.branches import runner
+from benchmarks import runner
 from benchmarks.overlap import report
 from benchmarks.overlap.plot import plot
 from benchmarks.overlap.rows import WORKLOADS, Workload, select
 from benchmarks.overlap.sections import measured
 from benchmarks.overlap.variants import SHARED, STRATEGIES, WITHOUT_WORKLOAD, Variants, one_stream
-from benchmarks.store import Result, failed, load, publish, stamped
+from benchmarks.store import Result, command, failed, load, publish, stamped
 from dynaflow.testing.network import LINKS, find_link
 
 
@@ -49,40 +48,23 @@ def main() -> int:
         return 0
     if publish(args, report, plot):
         return 0
-    # ended from outside: end the workloads' processes too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return Suite(args).run()
 
 
-class Suite:
-    """One shard."""
-
+class Suite(runner.Shard):
     def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.began = time.perf_counter()
-        made_by = "python -m benchmarks.overlap " + " ".join(sys.argv[1:])
+        super().__init__("overlap", args)
         self.wish = {"tiny": args.tiny, "device": args.device, "options": args.options, "rounds": args.rounds, "only": args.only,
-                     "link": args.link, "sms": args.sms, "made_by": made_by}  # fmt: skip
-        self.bad: list[str] = []
-        self.not_run: list[str] = []
-
+                     "link": args.link, "sms": args.sms, "made_by": command("overlap", sys.argv[1:])}  # fmt: skip
     def run(self) -> int:
         args = self.args
         phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
         num_jobs = (args.jobs or max(1, (os.cpu_count() or 1) // 2)) if args.warm else 1
         names = [w.name for w in workloads if strategies_of(w, args.only)]
-        for done in runner.run("overlap", phase, names, self.wish, num_jobs, self._left, args.row_limit_s, args.min_row_s):
-            if isinstance(done, str):
-                self.not_run.append(done)
-                continue
-            how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
-            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
-            if done.rc != 0:
-                self.bad.append(f"{done.row} {how}")
-                print("    " + done.tail.replace("\n", "\n    "), flush=True)
+        for done in self.each(phase, names, self.wish, num_jobs, args.min_row_s):
             if not args.warm:
                 self._keep(next(w for w in workloads if w.name == done.row), done)
-        return self._end()
+        return self.end(report, not args.warm)
 
     def _keep(self, workload: Workload, done: runner.Done) -> None:
         """What the process wrote, else why there is nothing. A workload ended for want of time replaces nothing that is there."""
@@ -91,21 +73,6 @@ class Suite:
             new = failed_rows(workload, self.wish, RuntimeError(done.tail[-300:]))
         if known or new:
             report.save(self.args.json, report.merged(known, new))
-
-    def _left(self) -> float:
-        return self.args.limit_s - (time.perf_counter() - self.began)
-
-    def _end(self) -> int:
-        rows = [] if self.args.warm else load(self.args.json)
-        print(f"\n{time.perf_counter() - self.began:.0f} s")
-        if rows:
-            print(report.table(rows))
-        for title, found in (("BAD", self.bad), (f"NOT RUN (no room in --limit-s {self.args.limit_s:.0f})", self.not_run)):
-            if found:
-                print(f"{title}: " + "; ".join(found))
-        if self.not_run:
-            return 3
-        return 1 if self.bad or (rows and not all(t["is_met"] for t in report.targets(rows))) else 0
 
 
 # -- one workload, in a process of its own

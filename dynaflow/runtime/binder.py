@@ -75,8 +75,6 @@ class _Work(NamedTuple):
     changed: tuple[int, ...] = ()
     # results of which it writes pieces alone: it must write them where they lie
     in_pieces: tuple[int, ...] = ()
-    # a replacement function that leaves its results where it is told
-    takes_outs: bool = False
 
 
 class Binder:
@@ -126,10 +124,10 @@ class Binder:
                 raise errors.ContextMismatch(
                     f"the plan calls {launch.replace}, and no function of that name was given.",
                     fix="pass functions={'name': fn} with the plan, or plan again from the strategy")  # fmt: skip
-            unit = Unit(_as_tuple(function), tuple(v for v, _ in inputs), tuple(v for v, _ in outputs))
+            into = _into(function, len(inputs)) if getattr(function, "takes_outs", False) else None
+            unit = Unit(_as_tuple(function), tuple(v for v, _ in inputs), tuple(v for v, _ in outputs), into=into)
             args = tuple(self._argument(value, part) for value, part in inputs)
-            outs, takes_outs = tuple(self._view(v, p) for v, p in outputs), bool(getattr(function, "takes_outs", False))
-            return _Work(launch, unit, args, outs, mutates, kind, False, takes_outs=takes_outs)
+            return _Work(launch, unit, args, tuple(self._view(v, p) for v, p in outputs), mutates, kind, False)
         part = launch.calls[0][1]
         unit = self._unit(launch)
         args = tuple(
@@ -335,8 +333,6 @@ class _Binding:
             # what is changed in place cannot be copied to where the unit could take it
             if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):
                 return entry
-        if work.takes_outs:
-            return Entry(_leaving(work.unit.fn, len(work.args)), ("",) * len(work.outs))
         # forward itself: calling a module takes 3 us more
         fn = work.unit.fn.forward if isinstance(work.unit.fn, fx.GraphModule) else work.unit.fn
         return Entry(lambda args: fn(*args), ("eager ops allocate their results",) * len(work.outs))
@@ -400,17 +396,18 @@ def _substitute(expression: str, symbols: Sequence[str], by: str) -> str:
 
 
 def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        result = function(*args, **kwargs)
+    def call(*args: Any) -> tuple[Any, ...]:
+        result = function(*args)
         return result if isinstance(result, tuple) else tuple(result) if isinstance(result, list) else (result,)
 
     return call
 
 
-def _leaving(function: Callable[..., Any], num_inputs: int) -> Callable[[list[Any]], Sequence[Any]]:
-    def call(args: list[Any]) -> list[Any]:
+def _into(function: Callable[..., Any], num_inputs: int) -> Callable[..., None]:
+    """A replacement function that leaves its results where it is told, as `Unit.into`."""
+
+    def call(*args: Any) -> None:
         function(*args[:num_inputs], outs=args[num_inputs:])
-        return args[num_inputs:]
 
     return call
 

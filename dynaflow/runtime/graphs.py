@@ -130,8 +130,9 @@ class CudaRecorder:
             except RuntimeError as error:
                 log.debug("the recording was already void: %s", error)
         torch.cuda.set_stream(self._stream)
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
+        if self._pool.handle is not None:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
         self._pool.renew()
         self._generator.graphsafe_set_state(self._spare)
         self._leave()

@@ -54,6 +54,6 @@ class FusedGemm(Strategy):
         bodies = flow.body([r]), flow.body([send]), flow.body([r, send])
         if None in bodies:
             return None
-        from dynaflow.kernels.chunked import Chunked, can_chunk  # planning alone needs no torch
+        from dynaflow.functions.chunked import Chunked, can_chunk  # planning alone needs no torch
 
         return Chunked(bodies[0], bodies[1], num_chunks) if can_chunk(*bodies) else None

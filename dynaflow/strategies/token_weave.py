@@ -61,7 +61,7 @@ class TokenWeave(Strategy):
         bodies = flow.body(group), flow.body(group[:1]), flow.body(group[1:])
         if None in bodies:
             return None
-        from dynaflow.kernels.add_rms_norm import ReduceAddNorm  # planning alone needs no torch
+        from dynaflow.functions.add_rms_norm import ReduceAddNorm  # planning alone needs no torch
 
         function = ReduceAddNorm(*bodies, num_ctas)
         return function if is_split or function.norm is not None else None

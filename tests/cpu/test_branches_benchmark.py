@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
 
-from benchmarks.branches import ours, pictures, report, runner, sections, variants
+from benchmarks import runner
+from benchmarks.branches import ours, pictures, report, sections, variants
 from benchmarks.branches.models.lora import LoRALinear
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import BRANCHY, CONTROL, HRNET, LORA, NAMES, ROWS, TRAINING

@@ -155,6 +155,8 @@ def test_mistakes_are_refused():
         df.offload(Chain(), "cpu", min_bytes=1_000_000)
     with pytest.raises(OptionError, match="need gradients"):
         df.offload(Chain(), "cpu", min_bytes=WEIGHT_BYTES)
+    with pytest.raises(OptionError, match="offloaded already"):
+        df.offload(offloaded(), "cpu", min_bytes=WEIGHT_BYTES)
     with pytest.raises(OptionError, match="no number of bytes"):
         df.Offload(0)
 

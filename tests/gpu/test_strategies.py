@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs CUDA", allow_module_level=True)
 
 import dynaflow as df
-from dynaflow.kernels.add_rms_norm import add_rms_norm
+from dynaflow.functions.add_rms_norm import add_rms_norm
 from dynaflow.testing.network import all_reduce
 
 PARTITION = [df.SplitFunc(all_reduce, kind="network"), *(df.SplitModule(f"*.{name}") for name in ("o", "norm", "up"))]

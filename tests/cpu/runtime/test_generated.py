@@ -266,7 +266,7 @@ def test_an_error_while_a_result_is_put_in_place_names_its_launch():
 
 @pytest.mark.parametrize(
     "streams, is_late",
-    [("ccc", True), ("xxx", True), ("xxz", True), ("cxx", False), ("xcx", False), ("xcc", True)],
+    [("ccc", True), ("sss", True), ("sst", True), ("css", False), ("scs", False), ("scc", True)],
 )
 def test_outputs_are_allocated_when_they_are_needed(streams, is_late):
     """The caller's memory: late where nothing runs on the caller's stream before, or all that touches the output runs there."""

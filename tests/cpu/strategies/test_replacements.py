@@ -10,9 +10,9 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow.context import Context
+from dynaflow.functions import add_rms_norm as kernel
+from dynaflow.functions import chunked
 from dynaflow.ir import Flow, Op, Part, Value
-from dynaflow.kernels import add_rms_norm as kernel
-from dynaflow.kernels import chunked
 from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
 from dynaflow.runtime.program import Expr, Program, Unit
@@ -366,8 +366,9 @@ def under_each_strategy():
             torch.testing.assert_close(fast(x), net(x))
         plan = df.explain(net, (x,), strategy=strategy, partition=partition).plan
         assert any(name in launch.replace for launch in plan.launches) and not df.stats(fast).fallbacks
+    return df.stats(fast).num_part_launches
 
 
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks():
-    run(under_each_strategy, 2)
+    assert all(num_part_launches > 0 for num_part_launches in run(under_each_strategy, 2))

@@ -143,7 +143,7 @@ def add_rms_norm(
     normed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """x + residual, and its RMS norm over the last dim times weight, in one pass on CUDA; into `total` and `normed` where it can."""
-    from dynaflow.kernels import triton_add_rms_norm  # there is no Triton without a GPU
+    from dynaflow.functions import triton_add_rms_norm  # there is no Triton without a GPU
 
     x, residual = x.contiguous(), residual.contiguous()
     total, normed = (y if y is not None and y.is_contiguous() else torch.empty_like(x) for y in (total, normed))

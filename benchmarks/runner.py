@@ -6,8 +6,10 @@ A process that is ended keeps what it has written. What was not run, ended or fa
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fresh
-from benchmarks.branches.pictures import slug
+from benchmarks.store import Result, load
 
 # with less than this left no process is started: it would not get past its imports and its model
 MIN_ROW_S = 20.0
 TAIL_LINES = 12
+
+
+def slug(row: str) -> str:
+    """A row's name as part of a file's."""
+    return re.sub(r"[^a-z0-9_]+", "-", row.lower()).strip("-")
 
 
 @dataclass
@@ -100,3 +107,46 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         return
     process.wait()
+
+
+class Shard:
+    """One call of a suite whose rows are processes: what ended badly, what was not run, how long it took."""
+
+    def __init__(self, suite: str, args: Any):
+        self.suite, self.args = suite, args
+        self.began = time.perf_counter()
+        self.bad: list[str] = []
+        self.not_run: list[str] = []
+        # ended from outside: end the rows' processes too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def left_s(self) -> float:
+        return float(self.args.limit_s - (time.perf_counter() - self.began))
+
+    def each(
+        self, phase: str, names: Sequence[str], wish: Mapping[str, Any], num_jobs: int, min_row_s: float = MIN_ROW_S
+    ) -> Iterator[Done]:
+        """The rows as they end, said; what was not started is kept for the end."""
+        for done in run(self.suite, phase, names, wish, num_jobs, self.left_s, self.args.row_limit_s, min_row_s):
+            if isinstance(done, str):
+                self.not_run.append(f"{phase}: {done}")
+                continue
+            how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
+            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
+            if done.rc != 0:
+                self.bad.append(f"{phase}: {done.row} {how}")
+                print("    " + done.tail.replace("\n", "\n    "), flush=True)
+            yield done
+
+    def end(self, report: Any, is_timed: bool) -> int:
+        """Says all that was found; the exit code: 3 where something was not run, 1 where something failed or a target is missed."""
+        rows: list[Result] = load(self.args.json)
+        print(f"\n{time.perf_counter() - self.began:.0f} s")
+        if rows and is_timed:
+            print(report.table(rows))
+        for title, found in (("BAD", self.bad), (f"NOT RUN (no room in --limit-s {self.args.limit_s:.0f})", self.not_run)):
+            if found:
+                print(f"{title}: " + "; ".join(found))
+        if self.not_run:
+            return 3
+        return 1 if self.bad or (is_timed and not all(t["is_met"] for t in report.targets(rows))) else 0

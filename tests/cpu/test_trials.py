@@ -1,0 +1,254 @@
+"""Which way to run kernels is chosen, what is said of it, and that measuring shows nowhere."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow as df
+from dynaflow import measure, region, trials
+from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What the ways to run a call are made to take; the first is Inductor's own."""
+    found = {"us": lambda n: [100.0] * n, "again": 50.0, "num": 0}
+
+    def fake_compare(ways, clock):
+        for way in ways:
+            way()
+        if found.pop("has winner", False):  # it runs once more against Inductor
+            return [[found["again"]] * 7, [100.0] * 7]
+        found["num"] += 1
+        us = found["us"](len(ways))
+        found["has winner"] = min(us) < 0.98 * us[0]
+        return [[t] * 7 for t in us]
+
+    monkeypatch.setattr(trials, "compare", fake_compare)
+    monkeypatch.setattr(trials, "NUM_NEIGHBOURS", 0)
+    return found
+
+
+def test_neighbours_of_the_best_are_tried(times, monkeypatch):
+    """Of three rounds, the second is of the winner's neighbours: one of them wins, and is kept if it wins again."""
+    monkeypatch.setattr(trials, "NUM_NEIGHBOURS", 4)
+    seen, before = [], set(region.living)
+
+    def fake_compare(ways, clock):
+        for way in ways:
+            way()
+        seen.append(len(ways))
+        us = ([100.0, 90.0, *[50.0] * (len(ways) - 2)], [40.0] * len(ways), [40.0, 100.0])[len(seen) - 1]
+        return [[t] * 7 for t in us]
+
+    monkeypatch.setattr(trials, "compare", fake_compare)
+    fast = compiled(Branchy().eval(), "auto", "auto")
+    with torch.no_grad():
+        for _ in range(3):
+            fast(image())
+    (choice,) = [c.choice for r in set(region.living) - before for c in r.cases.values()]
+    assert len(seen) == 3 and seen[2] == 2 and min(choice.times_us.values()) == 40.0 and choice.plan
+    assert any("noise" in name for name in choice.times_us)
+
+
+def test_the_fastest_is_kept(times, caplog):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    fast = compiled(Towers(), "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(fast)
+    assert times["num"] == 1 and df.stats(fast).planned_calls == 2
+    (line,) = [r.message for r in caplog.records if "kernels run under" in r.message]
+    assert "a plan of the kernels" in line and "Inductor 100 us" in line and "50 us" in line
+
+
+def test_inductor_stays_where_it_is_faster(times, caplog):
+    times["us"] = lambda n: [100.0, *[99.5] * (n - 1)]
+    fast = compiled(Towers(), "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(fast)
+    assert df.stats(fast).planned_calls == 0 and df.stats(fast).plans == 0
+    assert any("Inductor as it is" in r.message for r in caplog.records)
+
+
+def test_what_wins_once_has_to_win_again(times):
+    times["us"], times["again"] = lambda n: [100.0, *[50.0] * (n - 1)], 99.0
+    fast = compiled(Towers(), "auto", "auto")
+    call_thrice(fast)
+    assert df.stats(fast).planned_calls == 0
+
+
+def test_a_choice_is_remembered(times, monkeypatch, tmp_path):
+    times["us"] = lambda n: [100.0, *[50.0] * (n - 1)]
+    model = Towers()
+    wanted = call_thrice(compiled(model, "auto", "auto"))
+    (path,) = (tmp_path / "choices").glob("*.json")
+    monkeypatch.setattr(trials, "measure_costs", lambda *_: pytest.fail("measured again"))
+    torch._dynamo.reset()
+    again = compiled(model, "auto", "auto")
+    assert call_thrice(again).shape == wanted.shape and times["num"] == 1
+    assert df.stats(again).planned_calls == 2 and json.loads(path.read_text())["plan"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"plan": "nonsense", "times_us": {}, "costs": {}}'])
+def test_a_choice_that_cannot_be_read_is_made_again(times, tmp_path, text):
+    model = Towers()
+    call_thrice(compiled(model, "auto", "auto"))
+    (path,) = (tmp_path / "choices").glob("*.json")
+    path.write_text(text)
+    torch._dynamo.reset()
+    call_thrice(compiled(model, "auto", "auto"))
+    assert times["num"] == 2 and json.loads(path.read_text())["times_us"]
+
+
+def test_memory_is_limited(times):
+    """Four chains of products: one after the other, two intermediates are alive at once."""
+    weights, ends = torch.randn(4, 3, 32, 32), torch.randn(4, 32, 1)
+
+    def chains(x):
+        return [x @ w[0] @ w[1] @ w[2] @ end for w, end in zip(weights, ends)]
+
+    tried = []
+    times["us"] = lambda n: tried.append(n) or [100.0] * n
+    for limit in (1.0, 100.0):
+        torch._dynamo.reset()
+        fast = compiled(chains, "auto", "auto", max_memory=limit)
+        with torch.no_grad():
+            for _ in range(3):
+                fast(torch.ones(64, 32))
+    assert tried[0] < tried[1], "plans that need more memory than the limit are not tried"
+
+
+def test_measuring_shows_nowhere(monkeypatch):
+    """Neither in buffers that the call changes, nor in random numbers, nor in results."""
+    monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
+    model, twin = Branchy(), Branchy()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, "auto", "auto")
+    for _ in range(3):
+        x = image()
+        state = torch.get_rng_state()
+        got = fast(x)
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(got, twin(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+def test_measuring_does_not_run_out_of_a_cache(monkeypatch):
+    """A position that every call moves on: repeated calls would write behind the cache."""
+    monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
+
+    class Decode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("cache", torch.zeros(2, 6, 8))
+            self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+        def forward(self, x):
+            self.cache[0].index_copy_(0, self.at, self.key(x))
+            self.cache[1].index_copy_(0, self.at, self.value(x))
+            self.at.add_(1)
+            return (self.cache[0] @ x.t()).softmax(0).t() @ self.cache[1]
+
+    model, twin = Decode(), Decode()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, "auto", "auto")
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(1, 8)
+            torch.testing.assert_close(fast(x), twin(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+def test_measuring_keeps_the_strides_of_what_is_changed(times):
+    """A copy without the gaps between its rows would be written beyond its end."""
+    seen = []
+    times["us"] = lambda n: [100.0, *[50.0] * (n - 1)]
+
+    def change(x, y):
+        z = x @ y
+        x.add_(z)
+        return z @ (y @ z), x @ y
+
+    fast = compiled(change, "auto", "auto")
+    with torch.no_grad():
+        for _ in range(3):
+            mine, y = torch.randn(24, 48), torch.randn(6, 6)
+            other = mine.clone()
+            seen.append((fast(mine[::4, ::8], y), change(other[::4, ::8], y), mine, other))
+    for got, wanted, mine, other in seen:
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(mine, other)
+
+
+def test_what_talks_to_other_ranks_is_not_measured(monkeypatch, tmp_path):
+    """Each rank would measure for as long as it likes, and the others wait for it."""
+    from torch.distributed import _functional_collectives as collectives
+
+    monkeypatch.setattr(trials, "compare", lambda *_: pytest.fail("measured"))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+
+        def reduced(x):
+            return collectives.all_reduce(x @ x, "sum", group) + (x * 2) @ x
+
+        fast = df.compile(reduced, partition="kernels")
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(4, 4)
+                torch.testing.assert_close(fast(x), x @ x + (x * 2) @ x)
+        assert any("other ranks" in reason for reason in df.stats(fast).fallbacks)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- what is said
+
+
+def test_explain_says_what_was_chosen_and_why(times):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    model, x = Branchy(), image()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with torch.no_grad():
+        explanation = df.explain(model, x, partition="kernels")
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    (graph,) = explanation.graphs
+    text = str(explanation)
+    assert "chosen     a plan of the kernels (Inductor 100 us, one stream 90 us" in text
+    assert f"{len(graph.flow.ops)} kernels" in text and "critical path" in text and "in Inductor's order" in text
+    one, many = graph.timelines()
+    assert len(one.streams) == 1 < len(many.streams) and len(one.spans) == len(many.spans) == len(graph.flow.ops)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_explain_says_why_nothing_was_chosen():
+    with torch.no_grad():
+        explanation = df.explain(lambda x: (x @ x)[x > 0], torch.randn(4, 4), partition="kernels")
+    assert "runs as Inductor has it" in str(explanation)
+    with pytest.raises(LookupError, match="no costs"):
+        explanation.graphs[0].timelines()
+
+
+def test_explain_writes_to_nothing_that_is_not_changed(times):
+    """Expanded tensors, those of inference mode, and what is saved for a backward."""
+    with torch.inference_mode():
+        of_inference = torch.randn(6, 6)
+    saved = torch.randn(6, 6, requires_grad=True)
+    loss = saved.sin().sum()
+    for x in (torch.randn(1, 6).expand(6, 6), of_inference, saved):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            assert "kernels" in str(df.explain(lambda x: (x @ x).relu() + x.sin() @ x, x, partition="kernels"))
+    loss.backward()
+
+
+def test_profile_is_of_the_kernels():
+    fast = compiled(Towers(), "threads")
+    call_thrice(fast)
+    with torch.no_grad(), df.profile() as profile:
+        fast(torch.randn(4, 8))
+    assert any("addmm" in span.label for span in profile.timelines[0].spans) and not df.stats(fast).fallbacks
