@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,14 @@ def child(suite: str, wish: Mapping[str, Any], caches: Path) -> Result:
 
 
 def cold_and_warm(names: Sequence[str], start: Callable[[str, Path], Result]) -> dict[str, Result]:
-    """variant -> {"cold": ..., "warm": ...}; `start(variant, caches)` runs a child."""
-    found: dict[str, Result] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            caches = Path(folder) / name.replace(" ", "-")
-            for when in ("cold", "warm"):
-                found.setdefault(name, {})[when] = start(name, caches)
+    """variant -> {"cold": ..., "warm": ...}; `start(variant, caches)` runs a child. Variants run side by side: what disturbs one
+    disturbs all."""
+    found: dict[str, Result] = {name: {} for name in names}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+        caches = [Path(folder) / name.replace(" ", "-") for name in names]
+        for when in ("cold", "warm"):
+            for name, result in zip(names, pool.map(start, names, caches)):
+                found[name][when] = result
     return found
 
 

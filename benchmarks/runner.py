@@ -1,4 +1,4 @@
-"""A row is a process: several side by side to fill the caches, one after another to be timed, none past the limit.
+"""A row is a process: several load side by side, one after another is timed, none runs past the limit.
 
 A process that is ended keeps what it has written. What was not run, ended or failed is said.
 """
@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fresh
+from benchmarks import fresh, turn
 from benchmarks.store import Result, load
+from benchmarks.variants import NOT_MEASURED
 
 # with less than this left no process is started: it would not get past its imports and its model
 MIN_ROW_S = 20.0
@@ -36,7 +37,8 @@ class Done:
     seconds: float
     # of the process; None where it was ended
     rc: int | None
-    # the end of what it said
+    # what it could not measure, and the end of what it said
+    missing: list[str]
     tail: str
     # what it wrote, where it was asked to
     json: Path
@@ -46,58 +48,88 @@ class Done:
 class _Running:
     row: str
     process: subprocess.Popen[bytes]
-    began: float
-    limit_s: float
     log: Path
     json: Path
+    # where turns are given out
+    place: Path
+    began: float = field(default_factory=time.perf_counter)
+    # what it did until it was ready, without what it waited for
+    loaded_s: float | None = None
+    turn_began: float | None = None
+
+    def seconds(self) -> float:
+        """At work: what it waited for its turn does not count."""
+        now = time.perf_counter()
+        if self.turn_began is not None:
+            return (self.loaded_s or 0.0) + now - self.turn_began
+        return now - self.began if self.loaded_s is None else self.loaded_s
+
+    def look(self) -> None:
+        if self.loaded_s is None and turn.ready(self.place).exists():
+            self.loaded_s = time.perf_counter() - self.began
+
+    def give_turn(self) -> None:
+        self.turn_began = time.perf_counter()
+        turn.given(self.place).touch()
 
 
 def run(suite: str, phase: str, rows: Sequence[str], wish: Mapping[str, Any], num_jobs: int, seconds_left: Any, row_limit_s: float,
-        min_row_s: float = MIN_ROW_S) -> Iterator[Done | str]:  # fmt: skip
-    """A Done for each row as it ends, the bare name of each that was not started. `seconds_left()` is asked before every start."""
+        min_row_s: float = MIN_ROW_S, in_turns: bool = False) -> Iterator[Done | str]:  # fmt: skip
+    """A Done for each row as it ends, the bare name of each that was not started. `seconds_left()` is asked before every start.
+
+    In turns: the processes of a wave load side by side, wait (`turn.take`), and go on one after another, each alone. The next wave
+    begins when the last one has ended.
+    """
     waiting, running = list(rows), list[_Running]()
-    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))}
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 1) // num_jobs))}
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
-                while waiting and len(running) < num_jobs:
+                is_full = bool(running) and in_turns
+                while waiting and len(running) < num_jobs and not is_full:
                     if seconds_left() < min_row_s:
                         yield from waiting
                         waiting.clear()
                         break
                     row = waiting.pop(0)
-                    running.append(_start(suite, phase, row, wish, min(row_limit_s, seconds_left()), Path(folder), threads))
+                    running.append(_start(suite, phase, row, wish, Path(folder), threads, in_turns))
                 for each in list(running):
-                    if (done := _ended(each)) is not None:
+                    each.look()
+                    if (done := _ended(each, row_limit_s, seconds_left())) is not None:
                         running.remove(each)
                         yield done
+                if running and all(each.loaded_s is not None and each.turn_began is None for each in running):
+                    running[0].give_turn()
                 time.sleep(0.05)
         finally:
             for each in running:
                 _end(each.process)
 
 
-def _start(suite: str, phase: str, row: str, wish: Mapping[str, Any], limit_s: float, folder: Path, threads: dict[str, str]) -> _Running:
-    log, result = (folder / f"{phase}-{slug(row)}.{suffix}" for suffix in ("log", "json"))
+def _start(
+    suite: str, phase: str, row: str, wish: Mapping[str, Any], folder: Path, threads: dict[str, str], in_turns: bool
+) -> _Running:
+    log, result, place = (folder / f"{phase}-{slug(row)}.{suffix}" for suffix in ("log", "json", "place"))
+    own = {"phase": phase, "row": row, "json": str(result), "turn": str(place) if in_turns else ""}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            fresh.command(suite, {**wish, "phase": phase, "row": row, "json": str(result)}), cwd=fresh.ROOT, stdout=out,
+            fresh.command(suite, {**wish, **own}), cwd=fresh.ROOT, stdout=out,
             stderr=subprocess.STDOUT, env=fresh.environment(**threads), start_new_session=True)  # fmt: skip
-    return _Running(row, process, time.perf_counter(), limit_s, log, result)
+    return _Running(row, process, log, result, place)
 
 
-def _ended(each: _Running) -> Done | None:
-    seconds = time.perf_counter() - each.began
+def _ended(each: _Running, limit_s: float, seconds_left: float) -> Done | None:
+    seconds = each.seconds()
     if each.process.poll() is None:
-        if seconds < each.limit_s:
+        if seconds < limit_s and seconds_left > 0:
             return None
         _end(each.process)
         rc = None
     else:
         rc = each.process.returncode
         _end(each.process)  # compile workers that it left
-    tail = "\n".join(each.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TAIL_LINES:])
-    return Done(each.row, round(seconds, 1), rc, tail, each.json)
+    said = each.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return Done(each.row, round(seconds, 1), rc, [s for s in said if NOT_MEASURED in s], "\n".join(said[-TAIL_LINES:]), each.json)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -124,15 +156,16 @@ class Shard:
         return float(self.args.limit_s - (time.perf_counter() - self.began))
 
     def each(
-        self, phase: str, names: Sequence[str], wish: Mapping[str, Any], num_jobs: int, min_row_s: float = MIN_ROW_S
+        self, phase: str, names: Sequence[str], wish: Mapping[str, Any], num_jobs: int, min_row_s: float = MIN_ROW_S, in_turns: bool = False
     ) -> Iterator[Done]:
         """The rows as they end, said; what was not started is kept for the end."""
-        for done in run(self.suite, phase, names, wish, num_jobs, self.left_s, self.args.row_limit_s, min_row_s):
+        for done in run(self.suite, phase, names, wish, num_jobs, self.left_s, self.args.row_limit_s, min_row_s, in_turns):
             if isinstance(done, str):
                 self.not_run.append(f"{phase}: {done}")
                 continue
             how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
             print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
+            print(*done.missing, sep="\n", end="\n" * bool(done.missing), flush=True)
             if done.rc != 0:
                 self.bad.append(f"{phase}: {done.row} {how}")
                 print("    " + done.tail.replace("\n", "\n    "), flush=True)

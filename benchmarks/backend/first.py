@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,14 @@ def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], va
 
 def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
     """4 and 32 equal layers, a plan cut per layer, cold. Dynamo's own part (a backend that does nothing) is measured and taken off."""
-    found: dict[str, Result] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for count in (FEW, MANY):
-            for name in (LAYERED, GUARDS):
-                caches = Path(folder) / f"{count}-{name.replace(' ', '-')}"
-                found[f"{count} layers, {name}"] = _child(f"layers {count}", name, tiny, device, options, caches)
+    wanted = [(count, name) for count in (FEW, MANY) for name in (LAYERED, GUARDS)]
+
+    def start(count: int, name: str) -> Result:
+        return _child(f"layers {count}", name, tiny, device, options, Path(folder) / f"{count}-{name.replace(' ', '-')}")
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(wanted)) as pool:
+        results = pool.map(start, *zip(*wanted))
+        found = {f"{count} layers, {name}": result for (count, name), result in zip(wanted, results)}
     seconds = {key: child.get("first_s") for key, child in found.items()}
     value = whole = None
     if None not in seconds.values():
@@ -61,10 +63,8 @@ def _child(row: str, variant: str, tiny: bool, device: str, options: dict[str, A
     return fresh.child("backend", wish, caches)
 
 
-def run_child(text: str) -> None:
+def run_child(wish: Result) -> None:
     """Inside the fresh process: prints one line of json."""
-    wish = json.loads(text)
-    torch.set_grad_enabled(False)
     case, build = _wanted(wish)
     fresh.time_first(case, build, wish["options"], wish["device"])
 

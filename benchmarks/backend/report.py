@@ -25,12 +25,16 @@ def save(path: Path, rows: Sequence[Result]) -> None:
 
 
 def summary(rows: Sequence[Result]) -> Result:
-    targets = [{"row": r["row"], "section": r["section"], **t} for r in rows for t in r["targets"]] + overall(rows)
     speedups = [r["speedup"] for r in rows if r["speedup"]]
     return {
-        "rows": len(rows), **store.counted(targets), "overall": overall(rows),
+        "rows": len(rows), **store.counted(targets(rows)), "overall": overall(rows),
         "geomean_speedup": round(geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
     }  # fmt: skip
+
+
+def targets(rows: Sequence[Result]) -> list[Result]:
+    """Each row's own, and those over all rows."""
+    return [{"row": r["row"], "section": r["section"], **t} for r in rows for t in r["targets"]] + overall(rows)
 
 
 def overall(rows: Sequence[Result]) -> list[Result]:

@@ -54,11 +54,20 @@ def _why(variants: Variants, *names: str) -> str:
     return "; ".join(f"{name}: {variants.missing[name]}" for name in names if name in variants.missing)
 
 
+def needed(section: str, case: Case) -> tuple[str, ...]:
+    """The variants that a section measures; `equal` makes its own, in settings of its own."""
+    shared, split = (COMPILE, COMPILE_GRAPH, OURS, OURS_BORROW, OURS_GRAPH), [name for n in _parts(case) for name in SPLITS[n]]
+    return {
+        "host": (*shared, GUARDS), "time": shared, "trace": (OURS, OURS_BORROW, OURS_GRAPH, *split), "equal": (),
+        "split": (OURS, OURS_BORROW, *split, TWO_BATCH, TWO_BATCH_GRAPH) if split else (),
+    }[section]  # fmt: skip
+
+
 # -- 1. host
 
 
 def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
-    made = variants.some(COMPILE, COMPILE_GRAPH, GUARDS, OURS, OURS_BORROW, OURS_GRAPH)
+    made = variants.some(*needed("host", case))
     figures = host_us(case, {name: v.call for name, v in made.items()}, variants.device, effort.host_steps)
     guards = figures.get(GUARDS, {}).get("median_us")
     limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs + (guards or 0.0)
@@ -74,7 +83,7 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
 
 
 def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
-    made = variants.some(COMPILE, COMPILE_GRAPH, OURS, OURS_BORROW, OURS_GRAPH)
+    made = variants.some(*needed("time", case))
     calls = {name: v.call for name, v in made.items()}
     if COMPILE_GRAPH in calls:
         calls[REPLAY] = calls[COMPILE_GRAPH].without_copies  # type: ignore[attr-defined]
@@ -132,7 +141,7 @@ def split_section(case: Case, variants: Variants, effort: Effort) -> Result:
     if not parts:
         return {"note": "a batch of one row cannot be split", "targets": []}
     unsplit = variants.some(OURS, OURS_BORROW)
-    split = variants.some(*(name for n in parts for name in SPLITS[n]), TWO_BATCH, TWO_BATCH_GRAPH)
+    split = variants.some(*(name for name in needed("split", case) if name not in unsplit))
     times = side_by_side(case, {name: v.call for name, v in (unsplit | split).items()}, variants.device, max(2, effort.num_rounds // 2))
     figures = {name: t.figures() | _memory((unsplit | split)[name]) for name, t in times.items()}
     slowdown = {}

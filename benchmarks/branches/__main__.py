@@ -2,7 +2,7 @@
 
     python -m benchmarks.branches --only warm --jobs 8 --limit-s 540      compile rows side by side: fills the caches on disk
     python -m benchmarks.branches --only tune --limit-s 540               max-autotune, one row at a time: it measures as it compiles
-    python -m benchmarks.branches --only time [--rows GLOBS] [--json F]   time rows one after another, merge them into the file
+    python -m benchmarks.branches --only time [--rows GLOBS] [--json F]   rows load side by side and are timed in turns, each alone
     python -m benchmarks.branches --only first                            time to the first result, cold and warm, fresh processes
     python -m benchmarks.branches --merge FILE ...                        merge files from another machine
     python -m benchmarks.branches --plot                                  plot and docs/branches.md from the file
@@ -70,15 +70,13 @@ class Suite(runner.Shard):
     def _rows(self, phase: str, rows: list[Row]) -> None:
         num_jobs = self._jobs(phase)
         wish = self._wish() | {"rounds": self.args.rounds, "timelines": str(self.args.timelines.absolute()) if self.args.timelines else ""}
-        for done in self.each(phase, [r.name for r in rows], wish, num_jobs):
+        for done in self.each(phase, [r.name for r in rows], wish, num_jobs, in_turns=phase == "time"):
             if phase == "time":
                 self._keep(next(r for r in rows if r.name == done.row), done)
 
     def _jobs(self, phase: str) -> int:
-        """Timing is alone on the machine; max-autotune measures too, so that it is alone unless somebody asks."""
-        if phase == "time":
-            return 1
-        return self.args.jobs or (max(1, (os.cpu_count() or 1) // 2) if phase == "warm" else 1)
+        """Rows load side by side; max-autotune takes all cores for one."""
+        return self.args.jobs or (max(1, (os.cpu_count() or 1) * 3 // 4) if phase != "tune" else 1)
 
     def _keep(self, row: Row, done: runner.Done) -> None:
         """Into the file: what the process wrote, else why there is nothing. A row ended for want of time replaces none that is there."""
@@ -119,7 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--options", type=json.loads, default={}, help='options of the backend, as json: {"runtime": "graph"}')
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=0, help="processes side by side; half the cores for warm, 1 for tune; time has 1")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores, 1 for tune")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
     parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
     parser.add_argument("--json", type=Path, default=report.RESULTS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh
+from benchmarks import fresh, turn
 from benchmarks.branches import ours, report
 from benchmarks.branches.pictures import add_timelines
 from benchmarks.branches.rows import ROWS, Case, Row
@@ -27,6 +27,7 @@ def run(text: str) -> int:
         build = Variants.builders[wish["variant"]]
         fresh.time_first(row.case(wish["device"], wish["tiny"]), build, wish["options"], wish["device"])
         return 0
+    turn.expect(wish["turn"])
     if wish["phase"] == "time":
         return _time(row, wish)
     return _fill(row, wish)
@@ -55,6 +56,9 @@ def _time(row: Row, wish: dict[str, Any]) -> int:
         variants = Variants(case, wish["device"], wish["options"])
         wanted = _names(row, wish)
         quick = tuple(n for n in wanted if n != MAX_AUTOTUNE)
+        with ours.before_trials(turn.take):  # they time plans
+            variants.some(*quick)
+        turn.take()
         found = time_section(case, variants, quick, wish["rounds"]) | equal_section(case, variants, quick)
         if MAX_AUTOTUNE in wanted:
             _keep(row, wish, provisional(found), began)

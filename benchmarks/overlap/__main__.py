@@ -1,7 +1,7 @@
 """What strategies hide of an emulated network, per rank of models that run on many GPUs: sequential, split, split and overlapped.
 
     python -m benchmarks.overlap --warm --jobs 8 --limit-s 540                   compile workloads side by side: fills the caches on disk
-    python -m benchmarks.overlap [--rows GLOBS] [--only STRATEGIES] [--json F]   measure workloads one after another, merge into the file
+    python -m benchmarks.overlap [--rows GLOBS] [--only STRATEGIES] [--json F]   workloads load side by side, are timed in turns, each alone
     python -m benchmarks.overlap --merge FILE ...                                merge files from another machine
     python -m benchmarks.overlap --plot                                          plot and docs/overlap.md from the file
     python -m benchmarks.overlap --tiny --device cpu --json out/overlap-tiny.json      everything, small, without a GPU
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import runner
+from benchmarks import runner, turn
 from benchmarks.overlap import report
 from benchmarks.overlap.plot import plot
 from benchmarks.overlap.rows import WORKLOADS, Workload, select
@@ -56,12 +56,13 @@ class Suite(runner.Shard):
         super().__init__("overlap", args)
         self.wish = {"tiny": args.tiny, "device": args.device, "options": args.options, "rounds": args.rounds, "only": args.only,
                      "link": args.link, "sms": args.sms, "made_by": command("overlap", sys.argv[1:])}  # fmt: skip
+
     def run(self) -> int:
         args = self.args
         phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
-        num_jobs = (args.jobs or max(1, (os.cpu_count() or 1) // 2)) if args.warm else 1
+        num_jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
         names = [w.name for w in workloads if strategies_of(w, args.only)]
-        for done in self.each(phase, names, self.wish, num_jobs, args.min_row_s):
+        for done in self.each(phase, names, self.wish, num_jobs, args.min_row_s, in_turns=not args.warm):
             if not args.warm:
                 self._keep(next(w for w in workloads if w.name == done.row), done)
         return self.end(report, not args.warm)
@@ -105,6 +106,7 @@ def failed_rows(workload: Workload, wish: Result, error: Exception) -> list[Resu
 def run_child(wish: dict[str, Any]) -> int:
     (workload,) = on_link([w for w in WORKLOADS if w.name == wish["row"]], wish["link"], wish["sms"])
     torch.set_grad_enabled(False)
+    turn.expect(wish["turn"])
     began = time.perf_counter()
     try:
         case = workload.case(wish["device"], wish["tiny"])
@@ -135,7 +137,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--options", type=json.loads, default={}, help='options of every df.compile, as json: {"compiler": "eager"}')
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm", action="store_true", help="compile only")
-    parser.add_argument("--jobs", type=int, default=0, help="processes side by side of --warm; half the cores")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
     parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a workload's process after so many seconds")
     parser.add_argument("--min-row-s", type=float, default=runner.MIN_ROW_S, help="with less left, start no workload")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dynaflow as df
+from benchmarks import turn
 from benchmarks.measure import Times, ratio, side_by_side
 from benchmarks.overlap.rows import Case
 from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SHARED, Variants, in_phase, one_stream
@@ -24,6 +25,7 @@ def measured(case: Case, variants: Variants, strategies: Sequence[str], num_roun
     """strategy -> result, of those strategies that there are; the others with the reason."""
     names = [*SHARED, *(n for s in strategies for n in (one_stream(s), s))]
     made = variants.some(*names)
+    turn.take()
     times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds)
     return {s: _result(case, variants, times, s) for s in strategies}
 

@@ -84,7 +84,7 @@ def test_command_measures_a_row_and_writes_it(tmp_path):
     command = "-m benchmarks.backend --tiny --device cpu --rows llama*b=1 --only split,layers --limit-s 0 --json".split()
     done = subprocess.run([sys.executable, *command, str(path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
-    assert "NOT RUN" in done.stdout and "split: llama decode b=1;" in done.stdout and "layers" in done.stdout
+    assert "NOT RUN" in done.stdout and "time: llama decode b=1;" in done.stdout and "layers" in done.stdout
 
 
 # -- rows

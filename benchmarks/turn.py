@@ -1,0 +1,79 @@
+"""A process's turn: processes load and compile side by side, and each has the machine to itself while it is timed.
+
+`benchmarks.runner` starts a wave of processes and gives out turns when all of them are waiting. Kernels that are tuned while a process
+loads are timed under a lock that all processes share: whoever tunes is alone with the device, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.02
+LOCK = Path(tempfile.gettempdir()) / "dynaflow-benchmarks.lock"
+
+_place: Path | None = None
+# seconds that this process waited for its turn
+waited_s = 0.0
+
+
+def ready(place: Path) -> Path:
+    return place.with_suffix(".ready")
+
+
+def given(place: Path) -> Path:
+    return place.with_suffix(".turn")
+
+
+def expect(place: str) -> None:
+    """Inside a process that others run beside: turns are given out at this place. Without one, `take` does not wait."""
+    global _place
+    _place = Path(place) if place else None
+    _tune_alone()
+
+
+def take() -> None:
+    """Wait until the machine is this process's own; it stays so until it ends."""
+    global _place, waited_s
+    if _place is None:
+        return
+    place, _place = _place, None
+    began = time.perf_counter()
+    ready(place).touch()
+    while not given(place).exists():
+        time.sleep(POLL_S)
+    waited_s += time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    global waited_s
+    began = time.perf_counter()
+    with LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waited_s += time.perf_counter() - began
+        yield
+
+
+def _tune_alone() -> None:
+    """Inductor times what it may choose among through these."""
+    from torch._inductor.runtime import benchmarking
+
+    for name in ("TritonBenchmarker", "InductorBenchmarker"):
+        if (kind := getattr(benchmarking, name, None)) is not None and "benchmark_gpu" in vars(kind):
+            kind.benchmark_gpu = _locked(kind.benchmark_gpu)
+
+
+def _locked(timed: Any) -> Any:
+    @functools.wraps(timed)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _alone():
+            return timed(*args, **kwargs)
+
+    return call

@@ -1,0 +1,71 @@
+"""Benchmarks' processes: loaded side by side, timed one after another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import fresh, runner, turn
+
+_CHILD = """
+import json, sys, time
+from pathlib import Path
+from benchmarks import turn
+wish = json.loads(sys.argv[1])
+turn.expect(wish["turn"])
+log = Path(wish["log"])
+def say(what):
+    with log.open("a") as f:
+        f.write(f"{what} {wish['row']}\\n")
+say("load")
+time.sleep(0.2)
+if wish["row"] == "fails":
+    sys.exit(1)
+turn.take()
+say("begin")
+time.sleep(0.1)
+say("end")
+"""
+
+
+def _run(tmp_path: Path, monkeypatch, rows: list[str], num_jobs: int, in_turns: bool = True) -> tuple[list, list[str]]:
+    child, log = tmp_path / "child.py", tmp_path / "log"
+    child.write_text(_CHILD)
+    log.touch()
+    monkeypatch.setattr(fresh, "command", lambda suite, wish: [sys.executable, str(child), json.dumps(wish)])
+    done = list(runner.run("any", "time", rows, {"log": str(log)}, num_jobs, lambda: 60.0, 60.0, 0.0, in_turns))
+    return done, log.read_text().splitlines()
+
+
+def test_a_wave_loads_side_by_side_and_is_timed_one_after_another(tmp_path, monkeypatch):
+    done, log = _run(tmp_path, monkeypatch, ["a", "b", "c"], 2)
+    assert {d.row for d in done} == {"a", "b", "c"} and all(d.rc == 0 for d in done)
+    assert sorted(log[:2]) == ["load a", "load b"]
+    assert log[2:] == ["begin a", "end a", "begin b", "end b", "load c", "begin c", "end c"]
+
+
+def test_without_turns_nobody_waits(tmp_path, monkeypatch):
+    done, log = _run(tmp_path, monkeypatch, ["a"], 1, in_turns=False)
+    assert [d.rc for d in done] == [0] and log == ["load a", "begin a", "end a"]
+
+
+def test_a_process_that_fails_while_it_loads_keeps_nobody_waiting(tmp_path, monkeypatch):
+    done, log = _run(tmp_path, monkeypatch, ["fails", "a"], 2)
+    assert {(d.row, d.rc) for d in done} == {("fails", 1), ("a", 0)} and log[-2:] == ["begin a", "end a"]
+
+
+def test_what_waited_is_not_counted(tmp_path, monkeypatch):
+    done, _ = _run(tmp_path, monkeypatch, ["a", "b", "c", "d"], 4)
+    assert done[-1].seconds < sum(d.seconds for d in done)
+
+
+def test_tuning_takes_the_lock(monkeypatch, tmp_path):
+    monkeypatch.setattr(turn, "LOCK", tmp_path / "lock")
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(1.0)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        began = time.monotonic()
+        assert turn._locked(lambda: time.monotonic())() - began > 0.3
