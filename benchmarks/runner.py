@@ -31,8 +31,18 @@ def slug(row: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "-", row.lower()).strip("-")
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a process is to do, and for which row. One of a phase that is timed takes its turn."""
+
+    phase: str
+    row: str
+    wish: Mapping[str, Any]
+
+
 @dataclass
 class Done:
+    phase: str
     row: str
     seconds: float
     # of the process; None where it was ended
@@ -46,7 +56,7 @@ class Done:
 
 @dataclass
 class _Running:
-    row: str
+    job: Job
     process: subprocess.Popen[bytes]
     log: Path
     json: Path
@@ -73,49 +83,52 @@ class _Running:
         turn.given(self.place).touch()
 
 
-def run(suite: str, phase: str, rows: Sequence[str], wish: Mapping[str, Any], num_jobs: int, seconds_left: Any, row_limit_s: float,
-        min_row_s: float = MIN_ROW_S, in_turns: bool = False) -> Iterator[Done | str]:  # fmt: skip
-    """A Done for each row as it ends, the bare name of each that was not started. `seconds_left()` is asked before every start.
+def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_limit_s: float,
+        min_row_s: float = MIN_ROW_S, in_turns: bool = False) -> Iterator[Done | Job]:  # fmt: skip
+    """A Done for each job as it ends, the job itself where it was not started. `seconds_left()` is asked before every start.
 
-    In turns: the processes of a wave load side by side, wait (`turn.take`), and go on one after another, each alone. The next wave
-    begins when the last one has ended.
+    In turns: the processes of a wave load side by side, wait (`turn.take`), and go on one after another, each alone; those that never
+    ask for their turn end first. The next wave begins when the last one has ended.
     """
-    waiting, running = list(rows), list[_Running]()
+    waiting, running, machine = list(jobs), list[_Running](), turn.Machine()
+    is_shared = False
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 1) // num_jobs))}
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
                 is_full = bool(running) and in_turns
+                if not running:
+                    is_shared = machine.try_share()  # while it is somebody's own, nothing is started
                 while waiting and len(running) < num_jobs and not is_full:
                     if seconds_left() < min_row_s:
                         yield from waiting
                         waiting.clear()
                         break
-                    row = waiting.pop(0)
-                    running.append(_start(suite, phase, row, wish, Path(folder), threads, in_turns))
+                    if not is_shared:
+                        break
+                    running.append(_start(suite, waiting.pop(0), Path(folder), threads, in_turns))
                 for each in list(running):
                     each.look()
                     if (done := _ended(each, row_limit_s, seconds_left())) is not None:
                         running.remove(each)
                         yield done
-                if running and all(each.loaded_s is not None and each.turn_began is None for each in running):
+                if running and all(each.loaded_s is not None and each.turn_began is None for each in running) and machine.try_own():
                     running[0].give_turn()
                 time.sleep(0.05)
         finally:
+            machine.leave()
             for each in running:
                 _end(each.process)
 
 
-def _start(
-    suite: str, phase: str, row: str, wish: Mapping[str, Any], folder: Path, threads: dict[str, str], in_turns: bool
-) -> _Running:
-    log, result, place = (folder / f"{phase}-{slug(row)}.{suffix}" for suffix in ("log", "json", "place"))
-    own = {"phase": phase, "row": row, "json": str(result), "turn": str(place) if in_turns else ""}
+def _start(suite: str, job: Job, folder: Path, threads: dict[str, str], in_turns: bool) -> _Running:
+    log, result, place = (folder / f"{job.phase}-{slug(job.row)}.{suffix}" for suffix in ("log", "json", "place"))
+    own = {"phase": job.phase, "row": job.row, "json": str(result), "turn": str(place) if in_turns else ""}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            fresh.command(suite, {**wish, **own}), cwd=fresh.ROOT, stdout=out,
+            fresh.command(suite, {**job.wish, **own}), cwd=fresh.ROOT, stdout=out,
             stderr=subprocess.STDOUT, env=fresh.environment(**threads), start_new_session=True)  # fmt: skip
-    return _Running(row, process, log, result, place)
+    return _Running(job, process, log, result, place)
 
 
 def _ended(each: _Running, limit_s: float, seconds_left: float) -> Done | None:
@@ -129,7 +142,8 @@ def _ended(each: _Running, limit_s: float, seconds_left: float) -> Done | None:
         rc = each.process.returncode
         _end(each.process)  # compile workers that it left
     said = each.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return Done(each.row, round(seconds, 1), rc, [s for s in said if NOT_MEASURED in s], "\n".join(said[-TAIL_LINES:]), each.json)
+    missing, tail = [s for s in said if NOT_MEASURED in s], "\n".join(said[-TAIL_LINES:])
+    return Done(each.job.phase, each.job.row, round(seconds, 1), rc, missing, tail, each.json)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -155,19 +169,17 @@ class Shard:
     def left_s(self) -> float:
         return float(self.args.limit_s - (time.perf_counter() - self.began))
 
-    def each(
-        self, phase: str, names: Sequence[str], wish: Mapping[str, Any], num_jobs: int, min_row_s: float = MIN_ROW_S, in_turns: bool = False
-    ) -> Iterator[Done]:
-        """The rows as they end, said; what was not started is kept for the end."""
-        for done in run(self.suite, phase, names, wish, num_jobs, self.left_s, self.args.row_limit_s, min_row_s, in_turns):
-            if isinstance(done, str):
-                self.not_run.append(f"{phase}: {done}")
+    def each(self, jobs: Sequence[Job], num_jobs: int, min_row_s: float = MIN_ROW_S, in_turns: bool = False) -> Iterator[Done]:
+        """The jobs as they end, said; what was not started is kept for the end."""
+        for done in run(self.suite, jobs, num_jobs, self.left_s, self.args.row_limit_s, min_row_s, in_turns):
+            if isinstance(done, Job):
+                self.not_run.append(f"{done.phase}: {done.row}")
                 continue
             how = "ended" if done.rc is None else "ok" if done.rc == 0 else f"failed ({done.rc})"
-            print(f"{phase} {done.row}: {how} after {done.seconds} s", flush=True)
+            print(f"{done.phase} {done.row}: {how} after {done.seconds} s", flush=True)
             print(*done.missing, sep="\n", end="\n" * bool(done.missing), flush=True)
             if done.rc != 0:
-                self.bad.append(f"{phase}: {done.row} {how}")
+                self.bad.append(f"{done.phase}: {done.row} {how}")
                 print("    " + done.tail.replace("\n", "\n    "), flush=True)
             yield done
 

@@ -1,7 +1,7 @@
 """A process's turn: processes load and compile side by side, and each has the machine to itself while it is timed.
 
-`benchmarks.runner` starts a wave of processes and gives out turns when all of them are waiting. Kernels that are tuned while a process
-loads are timed under a lock that all processes share: whoever tunes is alone with the device, too.
+`benchmarks.runner` starts a wave of processes and gives out turns when all of them are waiting, and no other suite is loading beside it.
+Kernels that are tuned while a process loads are timed under a lock that all processes share: whoever tunes is alone with the device, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.02
-LOCK = Path(tempfile.gettempdir()) / "dynaflow-benchmarks.lock"
+LOCK, MACHINE = (Path(tempfile.gettempdir()) / f"dynaflow-benchmarks.{what}" for what in ("lock", "machine"))
 
 _place: Path | None = None
 # seconds that this process waited for its turn
@@ -49,6 +49,29 @@ def take() -> None:
     while not given(place).exists():
         time.sleep(POLL_S)
     waited_s += time.perf_counter() - began
+
+
+class Machine:
+    """Shared by suites whose processes load, one's own while a process has its turn."""
+
+    def __init__(self) -> None:
+        self._file = MACHINE.open("w")
+
+    def try_share(self) -> bool:
+        return self._try(fcntl.LOCK_SH)
+
+    def try_own(self) -> bool:
+        return self._try(fcntl.LOCK_EX)
+
+    def _try(self, how: int) -> bool:
+        try:
+            fcntl.flock(self._file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        self._file.close()
 
 
 @contextlib.contextmanager

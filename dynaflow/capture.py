@@ -10,7 +10,6 @@ import copy
 import functools
 import inspect
 import logging
-import re
 import types
 from typing import Any, Callable, Mapping, Sequence
 
@@ -24,6 +23,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from dynaflow.engine import CapturedGraph
+from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
@@ -120,14 +120,15 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
-    wanted: list[tuple[Any, str, bool]] = []
+    # torch's own record of the time before the graph would cost some microseconds of every call
+    wanted: list[tuple[Any, str, bool]] = [(torch._dynamo.config, "record_runtime_overhead", False)]
     if call.cuts_batch():
         call.mark()
         _undo.append(call.unmark)
         original = fake_impls.op_implementations_dict[_CONVOLUTION]
         fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
         _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
-        wanted = [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
+        wanted += [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
     if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
         wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))
     for config, name, value in wanted:
@@ -257,8 +258,8 @@ class Compiled:
         # nothing to tell captures: the graph as a whole, and hooks that we watch
         is_whole = isinstance(settings.strategy, Sequential) and settings.buckets is None and not graph.inspects
         self._is_plain = is_whole and self._hooks is not None
-        # state of the hooks -> the function that Dynamo captures from, and what torch.compile made of it
-        self._entries: dict[State, tuple[types.FunctionType, Callable[..., Any]]] = {}
+        # by the state of the hooks
+        self._entries: dict[State, Entry] = {}
         self._is_warm = False
         self._call = self._entry(())
         try:
@@ -266,16 +267,14 @@ class Compiled:
         except (TypeError, ValueError):  # a builtin such as torch.sin: its arguments have no names
             settings.parameters = ()
 
-    def _entry(self, state: State) -> Callable[..., Any]:
+    def _entry(self, state: State) -> Entry:
         if state not in self._entries:
             if len(self._entries) >= MAX_HOOK_STATES:
-                oldest, _ = self._entries.pop(next(iter(self._entries)))
-                torch._dynamo.reset_code(oldest.__code__)
-            entry = _entry(self.model, self._is_forward)
+                self._entries.pop(next(iter(self._entries))).forget()
             backend = functools.partial(capture, settings=self.settings, graph=self._graph)
-            self._entries[state] = entry, torch.compile(entry, backend=backend)
+            self._entries[state] = Entry(entry_of(self.model, self._is_forward), backend)
             self._is_warm = False
-        return self._entries[state][1]
+        return self._entries[state]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A compiled function in a class body is a method."""
@@ -296,7 +295,7 @@ class Compiled:
             with self.settings.lock:
                 self._call = self._entry(hooks.look())
         if self._is_plain and self._is_warm:
-            return self._call(*args, **kwargs)  # torch.compile, and nothing else
+            return self._call(*args, **kwargs)  # Dynamo, and nothing else
         if self.settings.batch is not None:
             self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
@@ -331,7 +330,7 @@ class Compiled:
             if self._is_warm:
                 return self._call(*args, **kwargs)
             with self.settings.lock:  # threads that call first at the same time would each capture
-                result = self._call(*args, **kwargs)
+                result = self._call.wrapper(*args, **kwargs)
                 self._is_warm = True
                 return result
         finally:
@@ -380,33 +379,6 @@ class Compiled:
                 "the arguments that batch= names disagree on the batch size.", why=", ".join(f"{k}: {v}" for k, v in sizes.items()),
                 fix="name only arguments that carry the batch")  # fmt: skip
         return dims
-
-
-def _entry(model: Any, is_forward: bool) -> types.FunctionType:
-    """A function with a code object of its own around `model`: Dynamo keeps its captures, and their limit, per code object; and, under
-    the code's name, which sizes have changed: those of another model are none of this one's business."""
-    module_class = torch.nn.Module
-
-    # A function without any op is left alone by Dynamo, for all arguments and for good, unless it has a module class as a local.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kept = module_class  # noqa: F841
-        return model(*args, **kwargs)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = module_class  # noqa: F841
-        return model.forward(*args, **kwargs)
-
-    wanted = forward if is_forward else call
-    name = f"{wanted.__name__}_{_identity(model)}"
-    return types.FunctionType(wanted.__code__.replace(co_name=name), wanted.__globals__, name, None, wanted.__closure__)
-
-
-def _identity(model: Any) -> str:
-    """A model's class, a function's place: what torch.compile would tell models apart by."""
-    named = type(model) if isinstance(model, torch.nn.Module) else model
-    code = getattr(model, "__code__", None)
-    words = [getattr(named, "__module__", None), getattr(named, "__qualname__", type(model).__qualname__), code and code.co_firstlineno]
-    return re.sub(r"\W+", "_", "_".join(str(word) for word in words if word is not None))
 
 
 _LEAVES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)

@@ -64,10 +64,11 @@ class Suite(runner.Shard):
         chosen = [s for s in report.SECTIONS if s in args.only.split(",")]
         timed = [s for s in SECTIONS if s in chosen and s != "equal"]
         num_jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
-        for phase, sections in (("equal", ["equal"] if "equal" in chosen else []), ("time", timed)):
-            names = [row.name for row in select(args.rows or "*")] if sections else []
-            for done in self.each(phase, names, self.wish | {"sections": sections}, num_jobs, in_turns=phase == "time"):
-                self._keep_row(done, sections)
+        sections = {"time": timed, "equal": [s for s in chosen if s == "equal"]}
+        jobs = [runner.Job(phase, row.name, self.wish | {"sections": own})
+                for phase, own in sections.items() if own for row in select(args.rows or "*")]  # fmt: skip
+        for done in self.each(jobs, num_jobs, in_turns=True):
+            self._keep_row(done, sections[done.phase])
         if "first" in chosen:
             for row in select(args.rows or FIRST_ROWS):
                 self._section(row.name, "first", row.config(args.tiny),

@@ -70,7 +70,7 @@ class Suite(runner.Shard):
     def _rows(self, phase: str, rows: list[Row]) -> None:
         num_jobs = self._jobs(phase)
         wish = self._wish() | {"rounds": self.args.rounds, "timelines": str(self.args.timelines.absolute()) if self.args.timelines else ""}
-        for done in self.each(phase, [r.name for r in rows], wish, num_jobs, in_turns=phase == "time"):
+        for done in self.each([runner.Job(phase, r.name, wish) for r in rows], num_jobs, in_turns=phase == "time"):
             if phase == "time":
                 self._keep(next(r for r in rows if r.name == done.row), done)
 

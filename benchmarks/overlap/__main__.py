@@ -61,8 +61,8 @@ class Suite(runner.Shard):
         args = self.args
         phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
         num_jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
-        names = [w.name for w in workloads if strategies_of(w, args.only)]
-        for done in self.each(phase, names, self.wish, num_jobs, args.min_row_s, in_turns=not args.warm):
+        jobs = [runner.Job(phase, w.name, self.wish) for w in workloads if strategies_of(w, args.only)]
+        for done in self.each(jobs, num_jobs, args.min_row_s, in_turns=not args.warm):
             if not args.warm:
                 self._keep(next(w for w in workloads if w.name == done.row), done)
         return self.end(report, not args.warm)
@@ -106,6 +106,7 @@ def failed_rows(workload: Workload, wish: Result, error: Exception) -> list[Resu
 def run_child(wish: dict[str, Any]) -> int:
     (workload,) = on_link([w for w in WORKLOADS if w.name == wish["row"]], wish["link"], wish["sms"])
     torch.set_grad_enabled(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the same call twice, on one stream, differs: no plan could be bit-equal
     turn.expect(wish["turn"])
     began = time.perf_counter()
     try:

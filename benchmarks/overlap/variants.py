@@ -152,6 +152,7 @@ def _recorded(step: Callable[[], Any], load: Callable[[int], None] = lambda numb
         graph.replay()
         return kept
 
+    replay.step = step  # type: ignore[attr-defined]  (it holds the memory that the graph reads)
     return replay
 
 

@@ -202,7 +202,7 @@ class Recording:
         self._addresses = {address for address, _, _ in self._memory}
         _homes.update(self._addresses)
         # weak references to the storages that were handed out last
-        self._lent: list[int] = []
+        self.lent: list[int] = []
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -234,7 +234,7 @@ class Recording:
 
     def is_free(self) -> bool:
         """Whether nobody refers to the outputs that were handed out last."""
-        return _are_gone(self._lent)
+        return _are_gone(self.lent)
 
     def lend(self) -> list[torch.Tensor]:
         """The outputs as tensors with storages of their own over the same memory: when these are gone, nobody has the outputs.
@@ -242,7 +242,7 @@ class Recording:
         (Our own storages are referred to by others than the caller, such as steps between recordings: their count would not tell.)
         """
         storages = [_storage_at(address, device, nbytes) for address, device, nbytes in self._memory]
-        self._lent += [storage._weak_ref() for storage in storages]
+        self.lent += [storage._weak_ref() for storage in storages]
         return [_tensor_over(storages[i], lie) for i, lie in self._lies]
 
     def __del__(self) -> None:
@@ -251,8 +251,8 @@ class Recording:
             _homes[address] -= 1
             if not _homes[address]:
                 del _homes[address]
-        if getattr(self, "_lent", None) and not self.is_free():
-            _outlived[next(_numbers)] = (self.outputs, self._lent)
+        if getattr(self, "lent", None) and not self.is_free():
+            _outlived[next(_numbers)] = (self.outputs, self.lent)
 
 
 # a storage over memory that is somebody else's
@@ -306,12 +306,13 @@ def _are_gone(lent: list[int]) -> bool:
     return not lent
 
 
-def same_addresses(args: list[Any], addresses: list[int], indices: list[int]) -> bool:
-    return all(args[i].data_ptr() == a for i, a in zip(indices, addresses))
+def same_addresses(args: list[Any], table: list[Any], indices: list[int]) -> bool:
+    """Whether these arguments are where the table says, by their own numbers."""
+    return all(args[i].data_ptr() == table[i] for i in indices)
 
 
 # torch's own check of static inputs, in C++, where this build has it
-_same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", same_addresses)
 
 
 # One recording at a time in the whole process: beginning one waits for the device, which makes any other void.
@@ -325,36 +326,27 @@ class Slots:
         """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
         # Of what is bound by address, the address alone is kept: the caller's caches are the caller's to drop.
         self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
-        self._copied = copied
-        self._changed = {args[i].untyped_storage().data_ptr() for i in changed}
-        self._fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
-        self._addresses = [args[i].data_ptr() for i in self._fixed]
-        if _same_addresses is not None:
-            # the check in C++ looks the address up by the argument's own number
-            self._table: list[Any] = [None] * len(args)
-            for i, address in zip(self._fixed, self._addresses):
-                self._table[i] = address
-        self._each = [(self.slots[i], i, rows) for i, rows in copied.items()]
-
-    def fits(self, args: list[Any]) -> bool:
-        """Whether everything that is not copied is where it was, and nothing that is copied shares memory with what is changed."""
-        if self._changed:
-            for i in self._copied:
-                if args[i].untyped_storage().data_ptr() in self._changed:
-                    return False
-        if _same_addresses is not None:
-            return bool(_same_addresses(args, self._table, self._fixed))
-        return same_addresses(args, self._addresses, self._fixed)
+        # storages that are changed; what is not copied, and where it was, by the argument's own number; what is copied
+        self.changed = {args[i].untyped_storage().data_ptr() for i in changed}
+        self.fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
+        self.table: list[Any] = [None] * len(args)
+        for i in self.fixed:
+            self.table[i] = args[i].data_ptr()
+        self.each = [(self.slots[i], i, rows) for i, rows in copied.items()]
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""
         return [self.slots.get(i, arg) for i, arg in enumerate(args)]
 
     def fill(self, args: Sequence[Any]) -> None:
-        for slot, i, rows in self._each:
-            if rows is not None and args[i].shape[rows[0]] != rows[1]:
-                slot = slot.narrow(rows[0], 0, args[i].shape[rows[0]])
-            slot.copy_(args[i], True)
+        for slot, i, rows in self.each:
+            self.fill_rows(slot, args[i], rows)
+
+    @staticmethod
+    def fill_rows(slot: torch.Tensor, arg: torch.Tensor, rows: tuple[int, int] | None) -> None:
+        if rows is not None and arg.shape[rows[0]] != rows[1]:
+            slot = slot.narrow(rows[0], 0, arg.shape[rows[0]])
+        slot.copy_(arg, True)
 
 
 def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
@@ -407,12 +399,18 @@ class Recordings:
         if self._is_cuda and _is_capturing():
             return None  # inside the caller's own recording
         bucket = self._kept.get(key)
-        if bucket is None or not bucket.slots.fits(args):
+        if bucket is None:
             return None
-        pool, borrow = self._pool, self._borrow
+        slots, pool, borrow = bucket.slots, self._pool, self._borrow
+        if slots.changed:  # what is copied must not share memory with what is changed
+            for _, i, _ in slots.each:
+                if args[i].untyped_storage().data_ptr() in slots.changed:
+                    return None
+        if not _same_addresses(args, slots.table, slots.fixed):
+            return None
         with pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
-                if borrow or _are_gone(recording._lent):
+                if borrow or not recording.lent or _are_gone(recording.lent):
                     break
             else:
                 return self._run(key, bucket, args)
@@ -422,7 +420,11 @@ class Recordings:
                 self._kept.move_to_end(key)
             if _outlived:
                 _let_go()
-            bucket.slots.fill(args)
+            for slot, i, rows in slots.each:
+                if rows is None:
+                    slot.copy_(args[i], True)
+                else:
+                    slots.fill_rows(slot, args[i], rows)
             recording.replay()
             bucket.num_replays += 1
             return [o.detach() for o in recording.outputs] if borrow else recording.lend()

@@ -17,7 +17,8 @@ from triton.language.extra.cuda import globaltimer, smid
 # 512 threads per CTA (NCCL has 512 to 640). Idle SMs are filled breadth first, so that k CTAs are on k SMs. What needs most of an SM's
 # registers or shared memory, as matrix products do, finds no room beside one; a small elementwise CTA may.
 NUM_WARPS = 16
-BLOCK = 4096
+# what a CTA has on its way at once: few CTAs must move as much as a fast link does
+BLOCK_BYTES = 1 << 16
 
 
 @triton.jit(do_not_specialize=["hold_ns"])
@@ -65,5 +66,5 @@ def hold(
     with torch.cuda.device(x.device):
         _hold[(sms,)](
             x, out, out if where is None else where, num, inner, round(hold_us * 1e3), NUM_READ=num_read, NUM_WRITTEN=num_written, SUM=wide,
-            HAS_WHERE=where is not None, BLOCK=BLOCK, num_warps=NUM_WARPS)  # fmt: skip
+            HAS_WHERE=where is not None, BLOCK=BLOCK_BYTES // x.element_size(), num_warps=NUM_WARPS)  # fmt: skip
     return out

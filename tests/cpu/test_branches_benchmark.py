@@ -244,16 +244,17 @@ def test_command_times_a_row_in_a_process_of_its_own(tmp_path):
 
 def _steps(phase: str, rows: list[str], left_s: list[float], row_limit_s: float) -> list:
     wish = {"tiny": True, "device": "cpu", "options": {}, "variants": ["eager"], "made_by": "test", "rounds": 1, "timelines": ""}
-    return list(runner.run("branches", phase, rows, wish, 1, lambda: left_s.pop(0) if len(left_s) > 1 else left_s[0], row_limit_s))
+    jobs = [runner.Job(phase, row, wish) for row in rows]
+    return list(runner.run("branches", jobs, 1, lambda: left_s.pop(0) if len(left_s) > 1 else left_s[0], row_limit_s))
 
 
 def test_rows_past_the_limit_are_not_run_and_said():
-    assert _steps("time", [HRNET, LORA], [1.0], 60.0) == [HRNET, LORA]
+    assert [job.row for job in _steps("time", [HRNET, LORA], [1.0], 60.0)] == [HRNET, LORA]
 
 
 def test_a_row_that_takes_too_long_is_ended():
     done, not_run = _steps("time", [HRNET, LORA], [60.0, 60.0, 1.0], 0.3)
-    assert done.rc is None and done.row == HRNET and done.seconds < 20 and load(done.json) == [] and not_run == LORA
+    assert done.rc is None and done.row == HRNET and done.seconds < 20 and load(done.json) == [] and not_run.row == LORA
 
 
 def test_adapter_says_what_this_version_cannot_say():

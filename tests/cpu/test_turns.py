@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from benchmarks import fresh, runner, turn
 
@@ -31,12 +34,19 @@ say("end")
 """
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Other tests of this machine are none of our business."""
+    monkeypatch.setattr(turn, "MACHINE", tmp_path / "machine")
+
+
 def _run(tmp_path: Path, monkeypatch, rows: list[str], num_jobs: int, in_turns: bool = True) -> tuple[list, list[str]]:
     child, log = tmp_path / "child.py", tmp_path / "log"
     child.write_text(_CHILD)
     log.touch()
     monkeypatch.setattr(fresh, "command", lambda suite, wish: [sys.executable, str(child), json.dumps(wish)])
-    done = list(runner.run("any", "time", rows, {"log": str(log)}, num_jobs, lambda: 60.0, 60.0, 0.0, in_turns))
+    jobs = [runner.Job("time", row, {"log": str(log)}) for row in rows]
+    done = list(runner.run("any", jobs, num_jobs, lambda: 60.0, 60.0, 0.0, in_turns))
     return done, log.read_text().splitlines()
 
 
@@ -69,3 +79,29 @@ def test_tuning_takes_the_lock(monkeypatch, tmp_path):
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         began = time.monotonic()
         assert turn._locked(lambda: time.monotonic())() - began > 0.3
+
+
+def test_no_turn_while_another_suite_loads(tmp_path, monkeypatch):
+    other, log = turn.Machine(), tmp_path / "log"
+    log.touch()
+    assert other.try_share()
+
+    def load() -> None:
+        while "load a" not in log.read_text():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        with log.open("a") as file:
+            file.write("other is done\n")
+        other.leave()
+
+    threading.Thread(target=load).start()
+    _, said = _run(tmp_path, monkeypatch, ["a"], 1)
+    assert said == ["load a", "other is done", "begin a", "end a"]
+
+
+def test_nothing_is_started_in_anothers_turn(tmp_path, monkeypatch):
+    other = turn.Machine()
+    assert other.try_own()
+    threading.Timer(0.5, lambda: (tmp_path / "log").open("a").write("other is done\n") and other.leave()).start()
+    _, log = _run(tmp_path, monkeypatch, ["a"], 1)
+    assert log == ["other is done", "load a", "begin a", "end a"]

@@ -30,7 +30,8 @@ def test_results_and_memory(runtime):
             x = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
             got = fast(x)
             assert torch.equal(got, df.run_serialised(fast, x)), number
-            torch.testing.assert_close(got, model(x), rtol=2e-2, atol=2e-2)
+            plain = model(x).float()
+            assert (got.float() - plain).norm() < 0.02 * plain.norm()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -34,7 +34,8 @@ def test_add_and_norm_in_one_pass(dtype, rows, size, num_ctas):
     assert torch.equal(total, x + residual)
     wide = total.float()
     expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
-    torch.testing.assert_close(normed, expected)
+    # two roundings, each of a last bit
+    torch.testing.assert_close(normed, expected, rtol=3 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_add_and_norm_leave_results_where_they_are_told():
