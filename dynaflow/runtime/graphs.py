@@ -8,8 +8,8 @@
 4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
 All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
-survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
-is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
+survive a replay. Slots are not in the pool, nor are outputs unless they are borrowed: what one recording frees there, another may write
+to. How a recording is made is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
 class Body(Protocol):
-    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
+    """Issues all work on the given arguments, eager steps through `between`. The results: in `outputs`, or in memory of its own."""
 
-    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]: ...
 
-    def prepare(self) -> list[torch.Tensor]:
-        """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
+    def prepare(self) -> None:
+        """Make what cannot be made while it is recorded: streams, say."""
+        ...
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Memory for the results."""
         ...
 
     # arguments that are changed in place
@@ -178,22 +182,25 @@ class Pool:
 class Recording:
     """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None, is_borrowed: bool = False):
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
-        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
-        outputs = self.outputs = body.prepare()
+        body.prepare()
+        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes. Outputs that are
+        # borrowed need not outlive the next replay, and may lie where intermediate results were.
+        places = None if is_borrowed and recorder is not None else body.outputs()
         if recorder is None:
-            body(given, self._run_step, outputs)
+            outputs = body(given, self._run_step, places)
             self._pieces.append(lambda: body(given, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                body(given, self._between, outputs)
+                outputs = body(given, self._between, places)
                 self._close()
             except BaseException:
                 recorder.abort()
                 raise
+        self.outputs = outputs
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         # storages of the outputs (address, device, bytes), and per output which it lies in, and how
         memory = [(m.data_ptr(), m.device, m.nbytes()) for m in (output.untyped_storage() for output in outputs)]
@@ -284,7 +291,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
 # Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while
 # others are looked through (a recording may die at any time): none but those found to be gone is ever taken out.
-_outlived: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+_outlived: dict[int, tuple[Sequence[torch.Tensor], list[int]]] = {}
 _numbers = itertools.count()
 
 
@@ -477,7 +484,7 @@ class Recordings:
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with one_at_a_time:
-                    return Recording(body, given, recorder)
+                    return Recording(body, given, recorder, self._borrow)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)

@@ -122,13 +122,17 @@ def test_random_flows_in_pieces(seed):
         inputs = case.inputs()
 
         class Body:
-            def prepare(self, bound=bound):
+            def prepare(self):
+                pass
+
+            def outputs(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
-                generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
+                return generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
 
-        recording = graphs.Recording(Body(), [], FakeRecorder())
+        is_borrowed = bool(number % 2)
+        recording = graphs.Recording(Body(), [], FakeRecorder(), is_borrowed)
         places = [out.data_ptr() for out in recording.outputs]
         for again in range(3):
             if again:
