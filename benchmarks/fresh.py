@@ -37,7 +37,7 @@ def child(suite: str, wish: Mapping[str, Any], caches: Path) -> Result:
     """A fresh process over these caches; what its last line says."""
     places = {name: str(caches / sub) for name, sub in (
         ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"),
-        ("CUDA_CACHE_PATH", "cuda"))}  # fmt: skip
+        ("CUDA_CACHE_PATH", "cuda"), ("DYNAFLOW_DIR", "dynaflow"))}  # fmt: skip
     began = time.perf_counter()
     done = subprocess.run(command(suite, wish), cwd=ROOT, capture_output=True, text=True, env=environment(**places))
     wall_s = round(time.perf_counter() - began, 2)

@@ -19,6 +19,7 @@ import time
 import types
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
 import sympy
@@ -36,6 +37,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 from torch.utils._sympy.printers import PythonPrinter
 
+from dynaflow.inductor import kept
 from dynaflow.inductor.redirect import Redirected, redirect
 from dynaflow.inductor.source import find_call
 from dynaflow.inductor.structure import NotCompiled, Spec, Structure, canonical_graph, evaluate
@@ -85,9 +87,41 @@ class Compiled:
             return False
 
 
-def compile_graph(fn: fx.GraphModule, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], *, static: bool) -> Compiled:
-    """Raises NotCompiled with the reason."""
+def compile_graph(
+    fn: fx.GraphModule, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], *, static: bool, state: tuple[Any, ...] = ()
+) -> Compiled:
+    """Raises NotCompiled with the reason. `state`: the settings of the process that change what is compiled."""
     began = time.perf_counter()
+    path = kept.path_of(shape, (autocast, state), numbers, static)
+    found = kept.load(path)
+    compiled = _from_disk(found, shape, autocast, numbers, static) if found is not None else None
+    how = "found on disk"
+    if compiled is None:
+        compiled, how = _compile(fn, shape, autocast, numbers, static, path), "compiled"
+    if not compiled.holds(numbers):
+        raise NotCompiled(f"guards do not hold for the sizes that were compiled for: {compiled.guards}")
+    log.debug("%s a unit of %d nodes in %.1f s | %d of %d outputs in place | %s", how, len(fn.graph.nodes), time.perf_counter() - began,
+              compiled.own.count(""), len(compiled.own), "static" if static else "dynamic")  # fmt: skip
+    return compiled
+
+
+def _from_disk(found: kept.Kept, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], static: bool) -> Compiled | None:
+    """None where what was kept cannot be loaded: it is made anew."""
+    try:
+        module = found.module()
+    except Exception as error:  # noqa: BLE001 (a cache that was cut short)
+        log.info("a unit that was kept on disk cannot be loaded: %s: %s", type(error).__name__, error)
+        return None
+    redirected = redirect(found.source, len(found.strides))
+    call, path = _in_place(redirected, module, autocast)
+    strides = tuple(None if s is None else tuple(s) for s in found.strides)
+    return Compiled(call, redirected.own, redirected.text, path, numbers if static else None, tuple(found.symbols), tuple(found.guards),
+                    strides, tuple(found.aligned), redirected, _itemsize(shape))  # fmt: skip
+
+
+def _compile(
+    fn: fx.GraphModule, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], static: bool, kept_at: Path | None
+) -> Compiled:
     named = {f"n{i}": n for i, n in enumerate(numbers)}
     graph = canonical_graph(fn, shape, named if static else None)
     (output,) = [n for n in graph.graph.nodes if n.op == "output"]
@@ -125,28 +159,26 @@ def compile_graph(fn: fx.GraphModule, shape: Structure, autocast: Autocast, numb
     wrapped = ("Inductor did not compile it as one graph",) * num_outputs
     if inductor is not None:
         wrapped = _why_wrapped(context.fw_metadata, num_outputs)
-    redirected, path = Redirected("", wrapped), ""
+    names, guards, strides = tuple(map(str, symbols)), _guards(env, symbols), _strides(inductor, num_outputs)
     call: Boxed = lambda args: aot(*args)  # type: ignore[operator]  # noqa: E731
+    redirected, path = Redirected("", wrapped), ""
     if inductor is not None:
         redirected, module = redirect(inductor.source_code, num_outputs), loaded_module(inductor)
-        path = module.__file__ or ""
         if any(wrapped):
-            redirected = Redirected(inductor.source_code, wrapped, redirected.wrapper)
-        elif redirected.replaced:
-            call, path = _load(redirected.text, module)
-        elif redirected.wrapper is not None:
-            call = module.call
-        if not any(wrapped) and any(on for _, on, _ in autocast):
-            call = _without_autocast(call)
-    compiled = Compiled(
-        call, redirected.own, redirected.text, path, numbers if static else None, tuple(map(str, symbols)), _guards(env, symbols),
-        _strides(inductor, num_outputs), tuple(inductor.inputs_to_check) if inductor is not None else (), redirected, _itemsize(shape),
+            redirected, path = Redirected(inductor.source_code, wrapped, redirected.wrapper), module.__file__ or ""
+        elif redirected.replaced or redirected.wrapper is not None:
+            call, path = _in_place(redirected, module, autocast)
+            kept.save(kept_at, inductor, names, guards, strides)
+    return Compiled(
+        call, redirected.own, redirected.text, path, numbers if static else None, names, guards, strides,
+        tuple(inductor.inputs_to_check) if inductor is not None else (), redirected, _itemsize(shape),
     )  # fmt: skip
-    if not compiled.holds(numbers):
-        raise NotCompiled(f"guards do not hold for the sizes that were compiled for: {compiled.guards}")
-    log.debug("compiled a unit of %d nodes in %.1f s | %d of %d outputs in place | %s", len(graph.graph.nodes), time.perf_counter() - began,
-              compiled.own.count(""), num_outputs, "static" if static else "dynamic")  # fmt: skip
-    return compiled
+
+
+def _in_place(redirected: Redirected, module: types.ModuleType, autocast: Autocast) -> tuple[Boxed, str]:
+    """Inductor's own function, its results where they are told to be; and where its text is."""
+    call, path = _load(redirected.text, module) if redirected.replaced else (module.call, module.__file__ or "")
+    return (_without_autocast(call) if any(on for _, on, _ in autocast) else call), path
 
 
 # -- 1. example inputs

@@ -182,7 +182,7 @@ class _Shared:
             if not static and len(self.dynamic) >= MAX_DYNAMIC:
                 raise NotCompiled(f"guards hold for none of {MAX_DYNAMIC} variants")
             try:
-                compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static)
+                compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static, state=_ambient())
             except NotCompiled as e:
                 self.failed[attempt] = str(e)
                 raise

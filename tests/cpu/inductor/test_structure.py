@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-from dynaflow.inductor import CompiledUnit, Spec, units
+from dynaflow.inductor import CompiledUnit, Spec, kept, units
 from dynaflow.runtime.program import Expr
 from tests.cpu.inductor.units import CPU, W, X, captured, spec, unit
 
@@ -127,12 +128,14 @@ def test_sub_graphs_are_part_of_the_key():
 RUN = """
 import time
 import torch
-from torch._dynamo.utils import counters
+from dynaflow.inductor import compile
 from tests.cpu.inductor.test_structure import layer
+traced = []
+compile.compile_fx = lambda *args, real=compile.compile_fx, **kw: traced.append(1) or real(*args, **kw)
 out, x, w = torch.empty(3, 32), torch.randn(3, 32), torch.randn(32, 32)
 for unit in (layer(2, "s77"), layer(2, "s77", alpha=time.time())):
     variant = unit.variant({"s77": 4}, static=False)
-    print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+    print(len(traced))
     if unit.structure.key == layer(1).structure.key:
         variant.bind({"s77": 3})([x, w], [out])
         torch.testing.assert_close(out, x + x @ w @ w, rtol=1e-4, atol=1e-4)
@@ -141,8 +144,50 @@ for unit in (layer(2, "s77"), layer(2, "s77", alpha=time.time())):
 
 @has_compiler
 @pytest.mark.xdist_group("inductor")
-def test_another_process_finds_it_on_disk():
-    layer(1).variant({"s0": 4}, static=False)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    ran = subprocess.run([sys.executable, "-c", RUN], env=env, check=True, capture_output=True, text=True, timeout=200)
-    assert ran.stdout.splitlines() == ["1 0", "1 1"]  # the layer under another name is found, the new one is not
+def test_another_process_finds_it_on_disk(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run() -> list[str]:
+        return subprocess.run([sys.executable, "-c", RUN], env=env, check=True, capture_output=True, text=True, timeout=200).stdout.split()
+
+    assert run() == ["1", "2"]
+    assert run() == ["0", "1"]  # the layer is found, the new one is not
+    for path in (tmp_path / "dynaflow").iterdir():
+        path.write_text(path.read_text()[:40])  # a disk that was full
+    assert run() == ["1", "2"]
+
+
+@torch.library.custom_op("dynaflow_tests::somebodys", mutates_args=())
+def somebodys(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@somebodys.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def kept_at(fn, numbers=(4,), static=False, state=()):
+    unit = CompiledUnit(captured(fn, torch.ones(4, 32)), [spec("s0", 32)], ["s0"])
+    return kept.path_of(unit.structure, state, numbers, static)
+
+
+def test_what_a_text_depends_on_tells_kept_units_apart():
+    def double(x):
+        return torch.nn.functional.silu(x[..., 2:]) * 2
+
+    def triple(x):
+        return torch.nn.functional.silu(x[..., 2:]) * 3
+
+    mine = kept_at(double)
+    assert mine is not None and mine == kept_at(double)
+    others = [kept_at(triple), kept_at(double, (5,)), kept_at(double, static=True), kept_at(double, state=(torch.float16,))]
+    assert len({mine, *others}) == 5
+    with inductor_config.patch(fx_graph_cache=False):
+        assert kept_at(double) is None
+
+
+def test_what_a_text_does_not_say_is_not_kept():
+    assert kept_at(lambda x: torch.ops.aten.mul.Tensor(x, x)) is not None
+    assert kept_at(lambda x: somebodys(x)) is None
+    assert kept_at(lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))) is None

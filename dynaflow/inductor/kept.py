@@ -1,0 +1,140 @@
+"""Compiled units on disk: another process finds what Inductor made of a unit without tracing it again.
+
+What is kept is Inductor's text, and what it said about sizes and strides; its kernels are in Inductor's own caches, beside. The key is all
+that the text depends on: the unit's structure, the sizes it was compiled for, settings, versions, the device. Units that call what is
+neither torch's nor Python's own (a user's function, a custom op whose shapes the next version may change) are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from dynaflow import disk
+from dynaflow.inductor.structure import Spec, Structure, _Same
+from dynaflow.runtime.program import Expr
+
+log = logging.getLogger("dynaflow")
+
+# of the files, and of what is done before and after Inductor
+FORMAT = 1
+_OWN_MODULES = ("torch", "operator", "_operator", "math", "builtins")
+_OWN_OPS = ("aten", "prims", "prim", "dynaflow", "_c10d_functional")
+_PASSES = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass", "joint_custom_post_pass",
+           "pre_grad_custom_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")  # fmt: skip
+
+
+class _NotKept(Exception):
+    """The unit depends on something that a text does not say."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What Inductor made of a unit."""
+
+    source: str
+    symbols: list[str]
+    guards: list[str]
+    # per output, None where nothing is known
+    strides: list[list[str] | None]
+    aligned: list[int]
+
+    def module(self) -> Any:
+        """The text, loaded."""
+        return PyCodeCache.load(self.source)
+
+
+def path_of(shape: Structure, state: tuple[Any, ...], numbers: tuple[int, ...], static: bool) -> Path | None:
+    """Where it would be; None where it is not kept. `state`: settings that tell units apart."""
+    is_off = inductor_config.force_disable_caches or not inductor_config.fx_graph_cache
+    if is_off or any(getattr(inductor_config, name, None) is not None for name in _PASSES):
+        return None
+    try:
+        text = "\n".join(_text((shape.key, state, numbers, static, functorch_config.get_hash(), *_machine(shape))))  # type: ignore[attr-defined]
+    except _NotKept as reason:
+        log.debug("a unit is not kept on disk: %s", reason)
+        return None
+    return Path(cache_dir()) / "dynaflow" / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
+
+
+def load(path: Path | None) -> Kept | None:
+    text = disk.load(path) if path is not None else None
+    if text is None:
+        return None
+    try:
+        return Kept(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        log.info("%s is of no use: %s", path, error)
+        return None
+
+
+def save(path: Path | None, inductor: CompiledFxGraph, symbols: Any, guards: Any, strides: Any) -> None:
+    if path is None or inductor.constants or getattr(inductor, "torchbind_constants", None):
+        return
+    kept = Kept(inductor.source_code, list(symbols), list(guards), [s if s is None else list(s) for s in strides],
+                list(inductor.inputs_to_check))  # fmt: skip
+    disk.save(path, json.dumps(asdict(kept)))
+
+
+def _machine(shape: Structure) -> Iterator[Any]:
+    import dynaflow
+
+    yield from (FORMAT, dynaflow.__version__, torch.__version__, torch.version.git_version)
+    for kind in sorted({arg.device.type for arg in shape.args if isinstance(arg, Spec)} | {c.device.type for c in shape.constants}):
+        if kind == "cuda":
+            yield from (torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), torch.version.cuda)
+        elif kind == "cpu":
+            yield from (str(pick_vec_isa()), torch.get_num_threads())
+        else:
+            raise _NotKept(f"it runs on {kind}")
+
+
+def _text(thing: Any) -> Iterator[str]:
+    """Lines that are equal where the thing is."""
+    if isinstance(thing, _Same):
+        yield _name(thing.what)
+    elif isinstance(thing, (tuple, list)):
+        yield f"{type(thing).__name__} {len(thing)}"
+        for item in thing:
+            yield from _text(item)
+    elif isinstance(thing, (Spec, Expr)) and is_dataclass(thing):
+        yield type(thing).__name__
+        for field in fields(thing):
+            yield from _text(getattr(thing, field.name))
+    elif thing is None or isinstance(thing, (bool, int, str, bytes, float, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        yield repr(thing)
+    elif isinstance(thing, type):
+        yield f"{thing.__module__}.{thing.__qualname__}"
+    else:
+        raise _NotKept(f"{thing!r} has no name")
+
+
+def _name(target: Any) -> str:
+    """Of a function that is the same in every process."""
+    if target is ...:
+        return "..."
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in _OWN_OPS:
+            raise _NotKept(f"{target} is somebody's own op")
+        return str(target)
+    if isinstance(target, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)) or not callable(target):
+        raise _NotKept(f"{target!r} says not all of itself")
+    try:
+        name = torch.fx.node._get_qualified_name(target)
+    except Exception as error:  # noqa: BLE001 (whatever it does not know)
+        raise _NotKept(f"{target!r}: {error}") from error
+    if name.partition(".")[0] not in _OWN_MODULES:
+        raise _NotKept(f"{name} is neither torch's nor Python's own")
+    return name
