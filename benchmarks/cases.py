@@ -60,6 +60,13 @@ class Case(ABC):
         return len(self.sets[0])
 
     @property
+    def num_bytes(self) -> int:
+        """What is there before a step: weights, caches, inputs."""
+        caches = (t for layer in self.layers for t in (layer.keys, layer.values))
+        tensors = (*self.module.parameters(), *self.module.buffers(), *caches, *(t for inputs in self.sets for t in inputs.values()))
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+    @property
     def layers(self) -> list[Any]:
         cache = self.state.get("past_key_values")
         return [] if cache is None else cache.layers

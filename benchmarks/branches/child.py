@@ -60,6 +60,9 @@ def _time(row: Row, wish: dict[str, Any]) -> int:
             variants.some(*quick)
         turn.take()
         found = time_section(case, variants, quick, wish["rounds"]) | equal_section(case, variants, quick)
+        left_out = [n for n in names(row, variants.is_cuda) if n not in wanted]
+        if left_out:
+            found["note"] = "; ".join(filter(None, (found["note"], f"left out: {', '.join(left_out)}")))
         if MAX_AUTOTUNE in wanted:
             _keep(row, wish, provisional(found), began)
             found |= time_section(case, variants, wanted, wish["rounds"])
