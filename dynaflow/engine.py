@@ -311,8 +311,9 @@ class CapturedGraph:
     def _body(self, bound: Bound) -> PlanBody:
         if bound not in self._bodies:
             flow, built, device = self.flow, self.built, self.device
+            weights = [i for i, name in self._names if flow.value[name].role == "param"] if self.settings.fixed_weights else []
             self._bodies[bound] = PlanBody(
-                bound, self._names, self._changed, device, lambda op: why_between(flow.op(op), built, device))
+                bound, self._names, self._changed, device, lambda op: why_between(flow.op(op), built, device), weights)
         return self._bodies[bound]
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -82,12 +82,15 @@ class PlanBody:
     """Issues a bound plan for a recording."""
 
     def __init__(
-        self, bound: Bound, names: Sequence[tuple[int, str]], changed: Iterable[int], device: torch.device, why: Callable[[str], str]
-    ):
-        """`names`: position and value of the tensors among the arguments. `why` says of an op why it must stay between recordings."""
+        self, bound: Bound, names: Sequence[tuple[int, str]], changed: Iterable[int], device: torch.device, why: Callable[[str], str],
+        promised: Iterable[int] = (),
+    ):  # fmt: skip
+        """`names`: position and value of the tensors among the arguments. `why` says of an op why it must stay between recordings.
+        `promised`: arguments that stay where they are."""
         # bodies are kept as long as their plan lives, which they must not decide
         self._names, self._device, self._bound = names, device, weakref.ref(bound)
         self.changed: Sequence[int] = sorted(changed)
+        self.promised: Sequence[int] = sorted(set(promised) - set(self.changed))
         # launches between recordings, and why
         whys = ((number, (why(op) for op, _ in launch.calls)) for number, launch in enumerate(bound.plan.launches))
         self.reasons = {number: reason for number, reasons in whys if (reason := next(filter(None, reasons), ""))}

@@ -69,6 +69,7 @@ class Settings:
     compiler: str = "auto"
     buckets: str | Sequence[int] | None = None
     borrow: bool = False
+    fixed_weights: bool = False
     # a plan of kernels that is chosen may hold this many times what Inductor's own order would
     max_memory: float = 1.25
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
@@ -149,7 +150,8 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "max_memory", "part_context", "name"}
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "max_memory",
+             "part_context", "name"}  # fmt: skip
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -175,6 +177,12 @@ def read_settings(**options: Any) -> Settings:
             f"borrow={settings.borrow!r} is neither True nor False.", fix="borrow=True, where outputs are used before the next call")
     if settings.borrow and settings.runtime != "graph":
         raise OptionError("borrow=True is about recordings.", why="without them outputs are the caller's", fix="add runtime='graph'")
+    if type(settings.fixed_weights) is not bool:
+        raise OptionError(
+            f"fixed_weights={settings.fixed_weights!r} is neither True nor False.", fix="fixed_weights=True, where nobody moves weights")
+    if settings.fixed_weights and settings.runtime not in ("auto", "graph"):
+        raise OptionError(
+            "fixed_weights=True is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")
     dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
     if not all(type(d) is int and d >= 0 for d in dims):
         raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")

@@ -41,7 +41,9 @@ class Way:
         self._runtime, _, self._seed = settings.runtime.partition(":")
         is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
         self._recordings = graphs.Recordings(region.name, device, settings.pool, settings.borrow) if is_recorded else None
-        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "")
+        # of a backward's inputs that Inductor takes to stay where they are, some are saved tensors
+        weights = region.static if settings.fixed_weights and not region.is_backward else ()
+        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights)
         names = self._names = [name for name, _ in bound.outputs]
         returns = self._kernels.returns
         # where the plan's outputs, each as a whole, are all that is returned: their numbers

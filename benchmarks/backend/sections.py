@@ -20,6 +20,7 @@ from benchmarks.backend.variants import (
     GUARDS,
     OURS,
     OURS_BORROW,
+    OURS_FIXED,
     OURS_GRAPH,
     REPLAY,
     SPLITS,
@@ -58,7 +59,7 @@ def needed(section: str, case: Case) -> tuple[str, ...]:
     """The variants that a section measures; `equal` makes its own, in settings of its own."""
     shared, split = (COMPILE, COMPILE_GRAPH, OURS, OURS_BORROW, OURS_GRAPH), [name for n in _parts(case) for name in SPLITS[n]]
     return {
-        "host": (*shared, GUARDS), "time": shared, "trace": (OURS, OURS_BORROW, OURS_GRAPH, *split), "equal": (),
+        "host": (*shared, OURS_FIXED, GUARDS), "time": shared, "trace": (OURS, OURS_BORROW, OURS_GRAPH, *split), "equal": (),
         "split": (OURS, OURS_BORROW, *split, TWO_BATCH, TWO_BATCH_GRAPH) if split else (),
     }[section]  # fmt: skip
 
@@ -74,7 +75,7 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
     targets = [
         target(f"host: {name}, us", figures[name]["median_us"] if name in figures and guards is not None else None, limit,
                _why(variants, name, GUARDS))
-        for name in (OURS_BORROW, OURS_GRAPH)
+        for name in (OURS_FIXED, OURS_BORROW, OURS_GRAPH)
     ]  # fmt: skip
     return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards, "targets": targets}
 

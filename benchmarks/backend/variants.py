@@ -94,6 +94,7 @@ def _dynaflow(**wanted: Any) -> Callable[[Case, Mapping[str, Any]], Call]:
 COMPILE, COMPILE_GRAPH, REPLAY = "torch.compile", "torch.compile+graph", "torch.compile+graph, no input copies"
 GUARDS = "Dynamo's guards"
 OURS, OURS_GRAPH, OURS_BORROW = "dynaflow", "dynaflow graph", "dynaflow graph borrow"
+OURS_FIXED = "dynaflow graph borrow, fixed weights"
 SPLITS = {n: (f"split {n}", f"split {n} graph") for n in (2, 4)}
 TWO_BATCH, TWO_BATCH_GRAPH = "TwoBatch", "TwoBatch graph"
 EAGER_SPLIT = "split 2 eager ops"
@@ -105,6 +106,7 @@ BUILDERS: dict[str, Any] = {
     OURS: _dynaflow(strategy="sequential"),
     OURS_GRAPH: _dynaflow(strategy="sequential", runtime="graph"),
     OURS_BORROW: _dynaflow(strategy="sequential", runtime="graph", borrow=True),
+    OURS_FIXED: _dynaflow(strategy="sequential", runtime="graph", borrow=True, fixed_weights=True),
     TWO_BATCH: _dynaflow(strategy=df.TwoBatch()),
     TWO_BATCH_GRAPH: _dynaflow(strategy=df.TwoBatch(), runtime="graph", borrow=True),
     EAGER_SPLIT: _dynaflow(strategy=Parts(2), compiler="eager"),

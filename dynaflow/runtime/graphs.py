@@ -55,8 +55,9 @@ class Body(Protocol):
         """Memory for the results."""
         ...
 
-    # arguments that are changed in place
+    # arguments that are changed in place, and those of which somebody promised that they stay where they are
     changed: Sequence[int]
+    promised: Sequence[int]
 
     def has_steps(self) -> bool: ...
 
@@ -329,15 +330,18 @@ one_at_a_time = threading.RLock()
 class Slots:
     """Where a recording reads its inputs: slots, or the caller's own memory."""
 
-    def __init__(self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int]):
-        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place."""
+    def __init__(
+        self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int], promised: Sequence[int] = ()
+    ):
+        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place.
+        `promised`: those that are not looked at."""
         # Of what is bound by address, the address alone is kept: the caller's caches are the caller's to drop.
         self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
-        # storages that are changed; what is not copied, and where it was, by the argument's own number; what is copied
+        # storages that are changed; what must be where it was, and where that is, by the argument's own number; what is copied
         self.changed = {args[i].untyped_storage().data_ptr() for i in changed}
-        self.fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied]
+        self.checked = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied and i not in promised]
         self.table: list[Any] = [None] * len(args)
-        for i in self.fixed:
+        for i in self.checked:
             self.table[i] = args[i].data_ptr()
         self.each = [(self.slots[i], i, rows) for i, rows in copied.items()]
 
@@ -413,7 +417,7 @@ class Recordings:
             for _, i, _ in slots.each:
                 if args[i].untyped_storage().data_ptr() in slots.changed:
                     return None
-        if not _same_addresses(args, slots.table, slots.fixed):
+        if not _same_addresses(args, slots.table, slots.checked):
             return None
         with pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
@@ -457,7 +461,7 @@ class Recordings:
                     log.warning("%s gets tensors at new addresses on every call (a new cache each time?): it is no longer recorded, and "
                                 "runs launch by launch", self._name)  # fmt: skip
                     return None
-            bucket = self._kept[key] = Bucket(Slots(args, copied(), body.changed), body)
+            bucket = self._kept[key] = Bucket(Slots(args, copied(), body.changed, body.promised), body)
             return self._run(key, bucket, args)
 
     def _run(self, key: Any, bucket: Bucket, args: list[Any]) -> list[torch.Tensor] | None:

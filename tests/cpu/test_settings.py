@@ -18,6 +18,8 @@ REFUSED = {
     "a bucket that is true": ({"buckets": [True], "runtime": "graph"}, "names no batch sizes"),
     "one number": ({"buckets": 8, "runtime": "graph"}, "names no batch sizes"),
     "borrow without recordings": ({"borrow": True}, "borrow=True is about recordings"),
+    "fixed weights without recordings": ({"fixed_weights": True, "runtime": "threads"}, "fixed_weights=True is about recordings"),
+    "fixed a little": ({"fixed_weights": 1, "runtime": "graph"}, "fixed_weights=1 is neither"),
     "borrow a little": ({"borrow": "yes", "runtime": "graph"}, "borrow='yes' is neither"),
     "compiler": ({"compiler": "nvcc"}, "unknown compiler 'nvcc'"),
     "no compiler": ({"compiler": None}, "unknown compiler None"),
@@ -40,7 +42,7 @@ def test_rejects(case):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"runtime": "graph", "buckets": "powers", "borrow": True}, {"runtime": "graph", "buckets": (8, 1, 4)}, {"borrow": False},
+    {}, {"runtime": "graph", "buckets": "powers", "borrow": True}, {"runtime": "graph", "buckets": (8, 1, 4)}, {"borrow": False}, {"fixed_weights": True},
     {"runtime": "graph", "buckets": range(1, 9)}, {"compiler": "inductor"}, {"compiler": "eager", "runtime": "fake:7"}, {"batch": {"x": 0}},
 ])  # fmt: skip
 def test_accepts(options):

@@ -301,3 +301,33 @@ def test_slots_do_not_keep_the_callers_cache():
     gone = weakref.ref(cache)
     del cache
     assert gone() is None
+
+
+@pytest.mark.parametrize("fixed_weights", [False, True])
+def test_weights_that_are_promised_to_stay_are_not_looked_at(monkeypatch, fixed_weights):
+    looked = []
+
+    def same_addresses(args, table, indices):
+        looked[:] = [args[i] for i in indices]
+        return graphs.same_addresses(args, table, indices)
+
+    monkeypatch.setattr(graphs, "_same_addresses", same_addresses)
+    model, cache = Net(), torch.zeros(6, 4)
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph", fixed_weights=fixed_weights)
+    for _ in range(4):
+        fast(torch.randn(6, 4), cache)
+    assert any(t is cache for t in looked)
+    assert any(t is p for t in looked for p in model.parameters()) != fixed_weights
+
+
+def test_a_weight_that_moves_is_noticed(counted):
+    model, cache = Net(), torch.zeros(6, 4)
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    for step in range(6):
+        if step == 3:
+            for parameter in model.parameters():
+                parameter.data = torch.randn_like(parameter)
+        x, theirs = torch.randn(6, 4), cache.clone()
+        for got, wanted in zip(fast(x, cache), model(x, theirs)):
+            torch.testing.assert_close(got, wanted)
+    assert len(counted) >= 2
