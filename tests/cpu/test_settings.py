@@ -42,7 +42,8 @@ def test_rejects(case):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"runtime": "graph", "buckets": "powers", "borrow": True}, {"runtime": "graph", "buckets": (8, 1, 4)}, {"borrow": False}, {"fixed_weights": True},
+    {}, {"runtime": "graph", "buckets": "powers", "borrow": True}, {"runtime": "graph", "buckets": (8, 1, 4)}, {"borrow": False},
+    {"fixed_weights": True},
     {"runtime": "graph", "buckets": range(1, 9)}, {"compiler": "inductor"}, {"compiler": "eager", "runtime": "fake:7"}, {"batch": {"x": 0}},
 ])  # fmt: skip
 def test_accepts(options):
