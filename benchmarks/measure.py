@@ -4,7 +4,8 @@
 2. A step's time is that between two CUDA events around its call; the steps of a block are issued back to back, and the first is dropped.
    Where the host is slower than the device, the host's time shows: that is what a caller gets. `device_ms` is measured with the stream
    held until the whole block is issued, so that only the device's time shows.
-3. A ratio is that of two medians; its interval comes from drawing rounds anew (bootstrap, 95%).
+3. A ratio is the median, over rounds, of the ratio of the two blocks that ran in that round: what slows the machine down for a while slows
+   both. Its interval comes from drawing rounds anew (bootstrap, 95%).
 """
 
 from __future__ import annotations
@@ -55,17 +56,11 @@ def _rounded(ms: float) -> float:
 
 
 def ratio(ours: Times, theirs: Times, draws: int = 400) -> dict[str, float]:
-    """Median over median, with a 95% interval over rounds."""
-    number = min(len(ours.rounds), len(theirs.rounds))
+    """Round by round, with a 95% interval over rounds."""
+    paired = [statistics.median(a) / statistics.median(b) for a, b in zip(ours.rounds, theirs.rounds)]
     rng = random.Random(0)
-    drawn = []
-    for _ in range(draws):
-        chosen = [rng.randrange(number) for _ in range(number)]
-        drawn.append(statistics.median(ms for i in chosen for ms in ours.rounds[i])
-                     / statistics.median(ms for i in chosen for ms in theirs.rounds[i]))  # fmt: skip
-    drawn.sort()
-    found = {"ratio": statistics.median(ours.all) / statistics.median(theirs.all),
-             "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}  # fmt: skip
+    drawn = sorted(statistics.median(rng.choices(paired, k=len(paired))) for _ in range(draws))
+    found = {"ratio": statistics.median(paired), "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}
     if ours.device and theirs.device:
         found["device_ratio"] = statistics.median(ours.device) / statistics.median(theirs.device)
     return {name: round(value, 4) for name, value in found.items()}

@@ -39,6 +39,20 @@ def _backend() -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
+def _branches() -> tuple[str, str, str]:
+    """One line of code on one GPU; what is not measured yet is said."""
+    data = _load("branches")
+    rows = [r for r in data["rows"] if r["section"] == "time" and r["speedup"]]
+    best = ", ".join(f"{r['row']} {r['speedup']:.2f}x" for r in sorted(rows, key=lambda r: -r["speedup"])[:4])
+    s, against = data["summary"], sorted({r["against"] for r in rows})
+    branchy = [r for r in rows if r["config"]["group"] == "branchy"]
+    left_out = sorted({name for r in rows for name in ("max-autotune",) if name not in r["baselines"]})
+    without = f" ({', '.join(left_out)} not measured yet)" if left_out else ""
+    what = f'`torch.compile(model, backend="dynaflow")` against {" or ".join(against)}{without}; {len(rows)} rows, one H200'
+    result = f"{best}; geometric mean {s['geomean_speedup']:.2f}x over {len(branchy)} branchy rows, least {s['min_speedup']:.2f}x"
+    return what, f"{result} ([all](docs/branches.md))", "branches"
+
+
 def _loopback() -> tuple[str, str, str]:
     """Two real processes; the link between them is emulated, and called so."""
     rows = [r for r in _load("loopback")["rows"] if r["config"]["strategy"] == "TwoBatch"]
@@ -52,6 +66,7 @@ def table() -> str:
         _models("models", "eager ops, CPU threads"),
         _models("models-cuda", "eager ops, CUDA streams of one H200"),
         *_backend(),
+        _branches(),
         _loopback(),
         (
             f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more",

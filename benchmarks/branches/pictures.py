@@ -23,10 +23,11 @@ def path_of(row: str, folder: Path = IMAGES) -> Path:
 
 
 def draw(row: str, one: Timeline, many: Timeline, folder: Path = IMAGES) -> Path:
-    """Both timelines on one time axis; the titles say what is gained."""
+    """Both timelines on one time axis; the titles say what is gained. They are simulated from the costs that were measured."""
     path = path_of(row, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    titled = [Timeline(t.spans, f"{row}, {name}", t.lanes) for t, name in ((one, "one stream"), (many, f"{len(many.streams)} streams"))]
+    names = ("one stream (simulated)", f"{len(many.streams)} streams (simulated)")
+    titled = [Timeline(t.spans, f"{row}, {name}", t.lanes) for t, name in zip((one, many), names)]
     gain = one.total_us / many.total_us if many.total_us else 0.0
     picture(titled, path, subtitles=(f"{one.total_us:,.0f} us", f"{many.total_us:,.0f} us, {gain:.2f}x"))
     return path

@@ -16,6 +16,7 @@ PAGE = store.DOCS / "branches.md"
 SECTIONS = ("time", "first")
 
 MIN_GEOMEAN, MIN_HRNET, MIN_LORA, MIN_ANY = 1.4, 2.0, 1.4, 0.98
+MAX_MEMORY = 1.25
 _GROUP_OF = {row.name: row.group for row in ROWS}
 _TITLES = {BRANCHY: "Branchy models", CONTROL: "Controls", TRAINING: "Training steps"}
 
@@ -54,6 +55,8 @@ def targets(rows: Sequence[Result]) -> list[Result]:
     least = min(every, key=lambda name: every[name], default=None)
     wanted = sum(group == BRANCHY for group in _GROUP_OF.values())
     unequal = [r["row"] for r in timed(rows) if r["speedup"] and r["equal"] != "bit"]
+    memory = {r["row"]: ratio for r in timed(rows) if (ratio := _memory_ratio(r)) is not None}
+    most = max(memory, key=lambda name: memory[name], default=None)
     some = "" if len(branchy) == wanted else f"{len(branchy)} of {wanted} branchy rows are measured"
     found = [
         target("speedup, geometric mean over branchy rows", geomean(list(branchy.values())) if branchy else None, MIN_GEOMEAN,
@@ -61,9 +64,19 @@ def targets(rows: Sequence[Result]) -> list[Result]:
         target(f"speedup: {HRNET}", every.get(HRNET), MIN_HRNET, _why(rows, HRNET), at_least=True),
         target(f"speedup: {LORA}", every.get(LORA), MIN_LORA, _why(rows, LORA), at_least=True),
         target("speedup, least of all rows", every[least] if least else None, MIN_ANY, least or "no row is measured", at_least=True),
+        target("peak memory, weights and inputs included, most of all rows", memory[most] if most else None, MAX_MEMORY,
+               most or "no row says what it was given"),
         target("rows that are not bit-equal to one stream", len(unequal) if every else None, 0, ", ".join(unequal)),
     ]  # fmt: skip
     return [{"row": "all rows", "section": "time", **t} for t in found]
+
+
+def _memory_ratio(row: Result) -> float | None:
+    """What the device holds at its peak, against the baseline's."""
+    ours, theirs, given = row["ours"], row["baselines"].get(row["against"]), row.get("given_mib")
+    if not given or not ours or not theirs or "reserved_mib" not in ours or "reserved_mib" not in theirs:
+        return None
+    return float((given + ours["reserved_mib"]) / (given + theirs["reserved_mib"]))
 
 
 def _why(rows: Sequence[Result], name: str) -> str:
@@ -138,7 +151,7 @@ def markdown(rows: Sequence[Result], folder: Path = PAGE.parent) -> str:
         if found_rows := timed(rows, group):
             lines += [f"## {_TITLES[group]}", "", *_rows_table(found_rows, folder), "", *_mean(rows, group), ""]
     if plans := [r for r in timed(rows) if r.get("plan")]:
-        head = ["| row | chosen | why | calls under a plan | fell back |", "|---|---|---|---|---|"]
+        head = ["| row | chosen, and what was tried (us per call) | calls under a plan | fell back |", "|---|---|---|---|"]
         lines += ["## Plans", "", *head, *map(_plan_row, plans), ""]
     if notes := [r for r in timed(rows) if r["note"]]:
         lines += ["## Notes", "", *(f"- {r['row']}: {cell(r['note'])}" for r in notes), ""]
@@ -205,5 +218,6 @@ def _mean(rows: Sequence[Result], group: str) -> list[str]:
 def _plan_row(row: Result) -> str:
     plan = row["plan"]
     fallbacks = "; ".join(f"{count}: {reason}" for reason, count in plan["fallbacks"].items()) or "-"
-    cells = (row["row"], plan.get("chosen", "-"), plan.get("why", "-"), f"{plan['planned_calls']} of {plan['calls']}", fallbacks)
+    chosen = "; ".join(f"{region.partition('.')[2] or region}: {choice}" for region, choice in plan["chosen"].items()) or "-"
+    cells = (row["row"], chosen, f"{plan['planned_calls']} of {plan['calls']}", fallbacks)
     return "| " + " | ".join(map(cell, cells)) + " |"

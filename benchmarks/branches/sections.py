@@ -27,7 +27,7 @@ def time_section(case: Case, variants: Variants, names: Sequence[str], num_round
     against = min((n for n in BASELINES if n in baselines), key=lambda n: baselines[n]["median_ms"], default=None)
     found: Result = {
         "repetitions": min((len(t.all) for t in times.values()), default=0), "ours": figures.get(OURS), "baselines": baselines,
-        "against": against, "plan": ours.choice(),
+        "against": against, "plan": ours.choice(), "given_mib": round(case.num_bytes / 2**20, 1),
     }  # fmt: skip
     if against is not None and OURS in times:
         pair = ratio(times[against], times[OURS])

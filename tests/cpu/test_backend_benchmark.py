@@ -168,6 +168,13 @@ def test_ratio_and_its_interval():
     assert found["ratio"] == 2.0 and found["low"] <= 2.0 <= found["high"]
 
 
+def test_ratio_does_not_see_what_slows_both_down():
+    slow = [1.0, 5.0, 1.0, 7.0, 2.0, 1.0, 9.0]
+    ours, theirs = Times([[1.1 * s] for s in slow]), Times([[s] for s in slow])
+    found = ratio(ours, theirs)
+    assert found["low"] == found["ratio"] == found["high"] == 1.1
+
+
 @pytest.mark.parametrize("kernel, which", [
     ("triton_poi_fused_cat_3", trace.TRITON), ("triton_poi_fused_clone_12", trace.TRITON), ("triton_poi_fused_add_cat_1", None),
     ("triton_red_fused__to_copy_mean_0", None), ("triton_poi_fused_index_copy_4", None),

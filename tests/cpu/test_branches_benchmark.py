@@ -148,7 +148,8 @@ def made_up(name: str, speedup: float, equal: str = "bit", **more) -> dict:
         "baselines": {variants.EAGER_GRAPH: {**against, "median_ms": 3.0}, variants.COMPILE_GRAPH: against},
         "interval": [speedup - 0.01, speedup + 0.01], "bound": 2.5, "bound_of": {"ms": 0.8}, "equal": equal,
         "differences": {variants.COMPILE: {"inputs": 3, "bit_equal": 3, "max_abs": 0.0}},
-        "plan": {"calls": 9, "planned_calls": 9, "fallbacks": {}}, **more,
+        "plan": {"chosen": {"flow.kernels": "a plan of the kernels"}, "calls": 9, "planned_calls": 9, "fallbacks": {}},
+        "given_mib": 100.0, **more,
     }  # fmt: skip
     return stamped(name, "time", report.config(row, False, {}), found, "test", "cpu")
 
@@ -191,6 +192,12 @@ def test_rejects_a_row_that_is_not_bit_equal():
     rows = report.merged(good(), [made_up(HRNET, 2.0, equal="max abs 1.0e-02")])
     assert [t for t, is_met in verdicts(rows).items() if not is_met] == ["rows that are not bit-equal to one stream"]
     assert f"; {HRNET} |" in report.markdown(rows)
+
+
+def test_rejects_a_plan_that_holds_too_much():
+    held = {"median_ms": 1.0, "spread_ms": 0.02, "reserved_mib": 64.0 + 0.26 * 164.0, "allocated_mib": 60.0}
+    rows = report.merged(good(), [made_up(HRNET, 2.0, ours=held)])
+    assert [t for t, is_met in verdicts(rows).items() if not is_met] == ["peak memory, weights and inputs included, most of all rows"]
 
 
 def test_rejects_what_was_not_measured():
