@@ -6,6 +6,8 @@ the arguments that a call changes, and keeps the state of random numbers.
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
 import time
 from typing import Any, Callable, Mapping, Protocol, Sequence
@@ -30,7 +32,9 @@ MAX_COUNTER = 4096
 
 
 class Clock(Protocol):
-    def cost(self, launch: Callable[[], Any]) -> Cost: ...
+    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
+        """`num_rows`: as many of them side by side, to see how much of the device one takes; 1: all of it, for all that is known."""
+        ...
 
     def synchronise(self) -> None: ...
 
@@ -41,7 +45,7 @@ class HostClock:
     def __init__(self, share: float = 1.0):
         self._share = share
 
-    def cost(self, launch: Callable[[], Any]) -> Cost:
+    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
         times = []
         for _ in range(NUM_REPLAYS):
             began = time.perf_counter()
@@ -54,8 +58,8 @@ class HostClock:
 
 
 class CudaClock:
-    """A kernel alone, several times in a row in one recording; then as NUM_ROWS rows side by side. Where those take as long as one, it
-    fills 1/NUM_ROWS of the device or less; where they take NUM_ROWS times as long, all of it."""
+    """A kernel alone, several times in a row in one recording; then as n rows side by side. Where those take as long as one, it fills
+    1/n of the device or less; where they take n times as long, all of it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -63,15 +67,18 @@ class CudaClock:
         self._side = side_streams(device, tuple(Stream(f"aux{i}") for i in range(NUM_ROWS - 1)))
         self._pool = Pool()
 
-    def cost(self, launch: Callable[[], Any]) -> Cost:
+    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
         launch()  # libraries make their workspaces, on all streams
-        for side in self._side:
+        sides = self._side[: num_rows - 1]
+        for side in sides:
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 launch()
         torch.cuda.synchronize(self._device)
-        alone, beside = self._us(launch, ()), self._us(launch, self._side)
-        return Cost(alone, min(max(beside / alone / NUM_ROWS, 0.0), 1.0) if alone > 0 else 1.0)
+        alone = self._us(launch, ())
+        if not sides or alone <= 0:
+            return Cost(alone, 1.0)
+        return Cost(alone, min(max(self._us(launch, sides) / alone / num_rows, 0.0), 1.0))
 
     def _us(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> float:
         replay = self._recorded(launch, beside)
@@ -130,9 +137,30 @@ class Before:
             tensor.copy_(old)
 
 
-def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock) -> dict[str, Cost]:
+# cuBLAS keeps a workspace for every stream that it runs on, for good
+_PRODUCT = re.compile(r"(?:^|[.])(?:_?mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|matmul|_\w*_mm|_addmm_activation)(?:[.]|$)")
+
+
+def is_product(target: str) -> bool:
+    """Whether what a kernel calls is a product of matrices by cuBLAS."""
+    return _PRODUCT.search(target) is not None
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What cuBLAS keeps per stream: what CUBLAS_WORKSPACE_CONFIG says (":4096:8", in KiB), else torch's own choice."""
+    if device.type != "cuda":
+        return 0
+    numbers = [int(n) for n in re.findall(r"\d+", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))]
+    if numbers and len(numbers) % 2 == 0:
+        return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2]))
+    return 32 * 2**20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * 2**20 + 2**17
+
+
+def measure_costs(
+    bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock, num_rows: Mapping[str, int] | None = None
+) -> dict[str, Cost]:
     """Every kernel of a plan, each where its turn is, so that what it reads is what it would read. Kernels with the same key cost the
-    same; each is measured once."""
+    same; each is measured once, and beside itself in NUM_ROWS rows unless `num_rows` says otherwise."""
     tensors = bound.tensors(values)
     flow = bound.program.flow
     known: dict[Any, Cost] = {}
@@ -151,7 +179,7 @@ def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mappin
                 before.put_back_counters()
                 call(list(tensors))  # results go nowhere: they would take the place of those that later kernels read
 
-            known[key] = clock.cost(again)
+            known[key] = clock.cost(again, (num_rows or {}).get(name, NUM_ROWS))
             before.put_back()
         found[name] = known[key]
         call(tensors)

@@ -20,8 +20,8 @@ from torch._prims_common import clone_preserve_strides
 
 from dynaflow.costs import Cost, Costs, bound_us
 from dynaflow.inductor.kernels import Kernels
-from dynaflow.ir import Plan
-from dynaflow.measure import Before, clock_for, compare, is_faster, measure_costs
+from dynaflow.ir import CALLER, Plan
+from dynaflow.measure import NUM_ROWS, Before, clock_for, compare, is_faster, is_product, measure_costs, workspace_bytes
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
@@ -75,6 +75,9 @@ class Trials:
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._clock = clock_for(self._device)
+        # kernels that keep memory for every stream that they run on, and how much
+        self._products = frozenset(op.name for op, target in zip(kernels.flow.ops, kernels.targets) if is_product(target))
+        self._workspace = workspace_bytes(self._device)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
         self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
@@ -85,7 +88,7 @@ class Trials:
             flow = self._kernels.flow
             serial = self._bind(finish_plan(flow, sequential_plan(flow, ""), None, self._kernels.allocated))
             values = {name: self._given[i] for i, name in self._kernels.inputs}
-            costs = measure_costs(serial, values, self._kernels.keys, self._clock)
+            costs = measure_costs(serial, values, self._kernels.keys, self._clock, self._num_rows(serial))
             best = self._best(costs, serial)
             if not self._wins_again(best):
                 best = INDUCTOR
@@ -108,20 +111,36 @@ class Trials:
         del self._rounds[best]  # it runs beside them once more: what was measured earlier, the machine may have been slower for
         return self._try(near)
 
+    def _limit(self, serial: Bound) -> float:
+        """What a plan may hold, what it is given aside."""
+        given_bytes = _num_bytes(self._given)
+        return (serial.peak_bytes + given_bytes) * self._region.settings.max_memory - given_bytes
+
+    def _num_rows(self, serial: Bound) -> dict[str, int]:
+        """Products are measured on as many streams as there is room for their workspaces: these stay."""
+        if not self._workspace:
+            return {}
+        room = int(max(0.0, self._limit(serial) - serial.peak_bytes) // self._workspace)
+        return dict.fromkeys(self._products, min(NUM_ROWS, 1 + room))
+
+    def _held(self, bound: Bound) -> int:
+        """With the workspaces of its side streams."""
+        streams = {launch.stream for launch in bound.plan.launches if any(op in self._products for op, _ in launch.calls)}
+        return bound.peak_bytes + self._workspace * len(streams - {CALLER})
+
     def _within_memory(self, candidates: Sequence[Candidate], count: int, serial: Bound) -> dict[str, Bound]:
-        """The first `count` that hold no more than they may, what they are given included."""
-        given_bytes, factor = _num_bytes(self._given), self._region.settings.max_memory
-        limit = (serial.peak_bytes + given_bytes) * factor - given_bytes
+        """The first `count` that hold no more than they may."""
+        limit = self._limit(serial)
         found: dict[str, Bound] = {}
         for candidate in candidates:
             plan = place(self._kernels.flow, candidate.plan, self._kernels.allocated)
             verify(plan, self._kernels.flow)
             bound = self._bind(plan)
-            if bound.peak_bytes <= limit:
+            if self._held(bound) <= limit:
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
                 log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%g)", self._region.name, candidate.kind,
-                         bound.peak_bytes / 2**20, limit / 2**20, factor)  # fmt: skip
+                         self._held(bound) / 2**20, limit / 2**20, self._region.settings.max_memory)  # fmt: skip
             if len(found) == count:
                 break
         return found
