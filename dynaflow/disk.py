@@ -13,14 +13,14 @@ def directory(kind: str) -> Path:
     return Path(root) / kind
 
 
-def save(path: Path, text: str) -> None:
+def save(path: Path, content: str | bytes) -> None:
     """All of it or nothing; a disk that refuses costs nothing but that."""
     name = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             name = file.name
-            file.write(text)
+            file.write(content if isinstance(content, bytes) else content.encode())
         os.replace(name, path)
     except OSError:
         if name:

@@ -94,7 +94,7 @@ def compile_graph(
     began = time.perf_counter()
     path = kept.path_of(shape, (autocast, state), numbers, static)
     found = kept.load(path)
-    compiled = _from_disk(found, shape, autocast, numbers, static) if found is not None else None
+    compiled = _from_disk(found, path, shape, autocast, numbers, static) if found is not None and path is not None else None
     how = "found on disk"
     if compiled is None:
         compiled, how = _compile(fn, shape, autocast, numbers, static, path), "compiled"
@@ -105,10 +105,12 @@ def compile_graph(
     return compiled
 
 
-def _from_disk(found: kept.Kept, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], static: bool) -> Compiled | None:
+def _from_disk(
+    found: kept.Kept, kept_at: Path, shape: Structure, autocast: Autocast, numbers: tuple[int, ...], static: bool
+) -> Compiled | None:
     """None where what was kept cannot be loaded: it is made anew."""
     try:
-        module = found.module()
+        module = kept.module(found, kept_at)
     except Exception as error:  # noqa: BLE001 (a cache that was cut short)
         log.info("a unit that was kept on disk cannot be loaded: %s: %s", type(error).__name__, error)
         return None

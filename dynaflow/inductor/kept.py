@@ -1,8 +1,9 @@
 """Compiled units on disk: another process finds what Inductor made of a unit without tracing it again.
 
-What is kept is Inductor's text, and what it said about sizes and strides; its kernels are in Inductor's own caches, beside. The key is all
-that the text depends on: the unit's structure, the sizes it was compiled for, settings, versions, the device. Units that call what is
-neither torch's nor Python's own (a user's function, a custom op whose shapes the next version may change) are not kept.
+What is kept is Inductor's text, and what it said about sizes and strides; and its Triton kernels in a bundle, as Inductor's own cache keeps
+them, which is faster than to find them one by one. The key is all that the text depends on: the unit's structure, the sizes it was compiled
+for, settings, versions, the device. Units that call what is neither torch's nor Python's own (a user's function, a custom op whose shapes
+the next version may change) are not kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pickle
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -21,6 +23,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.triton_bundler import TritonBundler
 
 from dynaflow import disk
 from dynaflow.inductor.structure import Spec, Structure, _Same
@@ -51,9 +54,17 @@ class Kept:
     strides: list[list[str] | None]
     aligned: list[int]
 
-    def module(self) -> Any:
-        """The text, loaded."""
-        return PyCodeCache.load(self.source)
+
+def module(found: Kept, path: Path) -> Any:
+    """The text, loaded."""
+    try:
+        bundle = _bundle_of(path).read_bytes()
+        TritonBundler.read_and_emit(pickle.loads(bundle))
+    except FileNotFoundError:
+        pass  # there are no such kernels
+    except Exception as error:  # noqa: BLE001 (whatever another version left there; kernels are then found one by one)
+        log.info("kernels that were kept on disk cannot be used: %s: %s", type(error).__name__, error)
+    return PyCodeCache.load(found.source)
 
 
 def path_of(shape: Structure, state: tuple[Any, ...], numbers: tuple[int, ...], static: bool) -> Path | None:
@@ -85,7 +96,17 @@ def save(path: Path | None, inductor: CompiledFxGraph, symbols: Any, guards: Any
         return
     kept = Kept(inductor.source_code, list(symbols), list(guards), [s if s is None else list(s) for s in strides],
                 list(inductor.inputs_to_check))  # fmt: skip
+    bundle = getattr(inductor, "_triton_bundle", None)
+    if bundle is not None and bundle.kernel_artifacts:
+        try:
+            disk.save(_bundle_of(path), pickle.dumps(bundle))
+        except Exception as error:  # noqa: BLE001 (kernels that cannot be pickled are found one by one)
+            log.info("kernels are not kept in a bundle: %s: %s", type(error).__name__, error)
     disk.save(path, json.dumps(asdict(kept)))
+
+
+def _bundle_of(path: Path) -> Path:
+    return path.with_suffix(".kernels")
 
 
 def _machine(shape: Structure) -> Iterator[Any]:

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor.triton_bundler import TritonBundle
 from torch.nn import functional as F
 
 from dynaflow.inductor import CompiledUnit, Spec, kept, units
@@ -185,6 +187,18 @@ def test_what_a_text_depends_on_tells_kept_units_apart():
     assert len({mine, *others}) == 5
     with inductor_config.patch(fx_graph_cache=False):
         assert kept_at(double) is None
+
+
+def test_kernels_are_kept_in_a_bundle(tmp_path, monkeypatch, caplog):
+    inductor = SimpleNamespace(source_code="x = 1", inputs_to_check=[0], constants=None, _triton_bundle=TritonBundle(["kernel"], []))
+    path, read = tmp_path / "unit.json", []
+    kept.save(path, inductor, (), (), (None,))
+    monkeypatch.setattr(kept.TritonBundler, "read_and_emit", read.append)
+    assert kept.module(kept.load(path), path).x == 1 and read == [TritonBundle(["kernel"], [])]
+    (tmp_path / "unit.kernels").write_bytes(b"cut short")
+    with caplog.at_level("INFO", "dynaflow"):
+        assert kept.module(kept.load(path), path).x == 1 and len(read) == 1
+    assert "cannot be used" in caplog.text
 
 
 def test_what_a_text_does_not_say_is_not_kept():
