@@ -6,6 +6,8 @@ from dynaflow.strategy import Strategy
 
 # (up to so many tokens, CTAs): a collective of few tokens is over before many CTAs pay, and each is taken from the other part's compute
 CTAS = ((1024, 8), (4096, 16), (16384, 32))
+# where nothing is split, nothing runs beside it: a CTA per row, within reason
+ALONE = 1024
 
 
 class TokenWeave(Strategy):
@@ -33,7 +35,8 @@ class TokenWeave(Strategy):
             flow.split([rows * (int(size) // (2 * rows)), -1])
         elif self.fused is None and not flow.context.device.startswith("cuda"):
             return flow.sequential(f"fewer than {self.min_tokens} tokens or two waves, and no fused kernel on this device")
-        num_ctas = self.num_ctas or next((n for tokens, n in CTAS if size <= rows_of(flow.flow, tokens)), 64)
+        shared = next((n for tokens, n in CTAS if size <= rows_of(flow.flow, tokens)), 64)
+        num_ctas = self.num_ctas or (shared if is_split else ALONE)
         comm, order, num_fused = flow.stream("comm", priority=-1), by_stage(flow), 0
         while ready := flow.get_ready_ops():
             r = min(ready, key=order)
