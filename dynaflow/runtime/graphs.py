@@ -8,8 +8,8 @@
 4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
 All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
-survive a replay. Slots are not in the pool, nor are outputs unless they are borrowed: what one recording frees there, another may write
-to. How a recording is made is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
+survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
+is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
@@ -43,16 +43,12 @@ Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
 class Body(Protocol):
-    """Issues all work on the given arguments, eager steps through `between`. The results: in `outputs`, or in memory of its own."""
+    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
 
-    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]: ...
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
 
-    def prepare(self) -> None:
-        """Make what cannot be made while it is recorded: streams, say."""
-        ...
-
-    def outputs(self) -> list[torch.Tensor]:
-        """Memory for the results."""
+    def prepare(self) -> list[torch.Tensor]:
+        """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
         ...
 
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
@@ -183,25 +179,22 @@ class Pool:
 class Recording:
     """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None, is_borrowed: bool = False):
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
-        body.prepare()
-        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes. Outputs that are
-        # borrowed need not outlive the next replay, and may lie where intermediate results were.
-        places = None if is_borrowed and recorder is not None else body.outputs()
+        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
+        outputs = self.outputs = body.prepare()
         if recorder is None:
-            outputs = body(given, self._run_step, places)
+            body(given, self._run_step, outputs)
             self._pieces.append(lambda: body(given, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                outputs = body(given, self._between, places)
+                body(given, self._between, outputs)
                 self._close()
             except BaseException:
                 recorder.abort()
                 raise
-        self.outputs = outputs
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         # storages of the outputs (address, device, bytes), and per output which it lies in, and how
         memory = [(m.data_ptr(), m.device, m.nbytes()) for m in (output.untyped_storage() for output in outputs)]
@@ -292,7 +285,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
 # Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while
 # others are looked through (a recording may die at any time): none but those found to be gone is ever taken out.
-_outlived: dict[int, tuple[Sequence[torch.Tensor], list[int]]] = {}
+_outlived: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
 _numbers = itertools.count()
 
 
@@ -488,7 +481,7 @@ class Recordings:
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with one_at_a_time:
-                    return Recording(body, given, recorder, self._borrow)
+                    return Recording(body, given, recorder)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)

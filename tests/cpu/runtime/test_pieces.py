@@ -122,17 +122,13 @@ def test_random_flows_in_pieces(seed):
         inputs = case.inputs()
 
         class Body:
-            def prepare(self):
-                pass
-
-            def outputs(self, bound=bound):
+            def prepare(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
-                return generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
+                generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
 
-        is_borrowed = bool(number % 2)
-        recording = graphs.Recording(Body(), [], FakeRecorder(), is_borrowed)
+        recording = graphs.Recording(Body(), [], FakeRecorder())
         places = [out.data_ptr() for out in recording.outputs]
         for again in range(3):
             if again:
