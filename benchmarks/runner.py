@@ -98,6 +98,8 @@ def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_l
             while waiting or running:
                 is_full = bool(running) and in_turns
                 if not running:
+                    if is_shared:
+                        machine.let_others()
                     is_shared = machine.try_share()  # while it is somebody's own, nothing is started
                 while waiting and len(running) < num_jobs and not is_full:
                     if seconds_left() < min_row_s:

@@ -61,7 +61,13 @@ class Machine:
         return self._try(fcntl.LOCK_SH)
 
     def try_own(self) -> bool:
+        """Who fails has lost the share, too: so two suites that are ready do not wait for each other."""
         return self._try(fcntl.LOCK_EX)
+
+    def let_others(self) -> None:
+        """Between two waves: who waits for a turn gets it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        time.sleep(10 * POLL_S)
 
     def _try(self, how: int) -> bool:
         try:
@@ -72,6 +78,18 @@ class Machine:
 
     def leave(self) -> None:
         self._file.close()
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[None]:
+    """Others load meanwhile, and nobody has a turn."""
+    machine = Machine()
+    try:
+        while not machine.try_share():
+            time.sleep(POLL_S)
+        yield
+    finally:
+        machine.leave()
 
 
 @contextlib.contextmanager

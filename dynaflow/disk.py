@@ -31,5 +31,5 @@ def save(path: Path, content: str | bytes) -> None:
 def load(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None

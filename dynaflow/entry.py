@@ -26,23 +26,25 @@ class Entry:
 
     def __init__(self, function: types.FunctionType, backend: Callable[..., Any]):
         self.function = function
-        context = torch._dynamo.optimize(backend=backend)
+        context: Any = torch._dynamo.optimize(backend=backend)
         # torch.compile's own wrapper
         self.wrapper: Callable[..., Any] = context(function)
-        self._callback = context.callback  # type: ignore[union-attr]
+        # None where Dynamo is switched off
+        self._callback = getattr(context, "callback", None)
         # one of them tags modules with their generation, once for all; others (compiled autograd) belong around every call
-        self._has_hooks = len(context.enter_exit_hooks) > 1  # type: ignore[union-attr]
+        self._is_plain = self._callback is not None and len(context.enter_exit_hooks) <= 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """For calls after the first."""
         stance = eval_frame._stance
-        if (self._has_hooks or stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe
+        if (not self._is_plain or stance.stance != "default" or stance.backend is not None or stance.skip_guard_eval_unsafe
                 or _is_fx_tracing() or _is_jit_tracing() or _tracing() is not None or torch.compiler.is_exporting()):  # fmt: skip
             return self.wrapper(*args, **kwargs)
         depth = get_dynamic_layer_stack_depth()
-        prior = set_eval_frame(self._callback)
-        try:
+        prior = set_eval_frame(None)
+        try:  # an interrupt may come between any two steps: from here on what was there before is put back
             if prior is None:
+                set_eval_frame(self._callback)
                 return self.function(*args, **kwargs)
         finally:
             set_eval_frame(prior)

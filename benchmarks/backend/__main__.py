@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import runner
+from benchmarks import runner, turn
 from benchmarks.backend import child, first, report
 from benchmarks.backend.models import ROWS, select
 from benchmarks.backend.plot import plot
@@ -95,7 +95,8 @@ class Suite(runner.Shard):
         print(f"  {section}: {row}", flush=True)
         began = time.perf_counter()
         try:
-            found = measure()
+            with turn.sharing():
+                found = measure()
         except Exception as error:  # what does not work stands in the file
             traceback.print_exc()
             found = failed(section, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,12 @@ def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], va
 
 def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
     """4 and 32 equal layers, a plan cut per layer, cold. Dynamo's own part (a backend that does nothing) is measured and taken off."""
-    wanted = [(count, name) for count in (FEW, MANY) for name in (LAYERED, GUARDS)]
-
-    def start(count: int, name: str) -> Result:
-        return _child(f"layers {count}", name, tiny, device, options, Path(folder) / f"{count}-{name.replace(' ', '-')}")
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(wanted)) as pool:
-        results = pool.map(start, *zip(*wanted))
-        found = {f"{count} layers, {name}": result for (count, name), result in zip(wanted, results)}
+    found: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (FEW, MANY):  # not side by side: the longer one would be alone at its end
+            for name in (LAYERED, GUARDS):
+                caches = Path(folder) / f"{count}-{name.replace(' ', '-')}"
+                found[f"{count} layers, {name}"] = _child(f"layers {count}", name, tiny, device, options, caches)
     seconds = {key: child.get("first_s") for key, child in found.items()}
     value = whole = None
     if None not in seconds.values():

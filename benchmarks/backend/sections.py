@@ -108,7 +108,7 @@ def time_section(case: Case, variants: Variants, effort: Effort) -> Result:
         "baselines": {name: figures[name] for name in (COMPILE, COMPILE_GRAPH, REPLAY) if name in figures},
         "variants": {name: figures[name] for name in (OURS, OURS_BORROW, OURS_GRAPH) if name in figures},
         "against": against,
-        "speedup": round(figures[against]["median_ms"] / figures[ours]["median_ms"], 4) if ours and against in figures else None,
+        "speedup": ratio(times[against], times[ours])["ratio"] if ours and against in times else None,
         "ratios": pairs,
         "targets": targets,
     }

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh, runner
+from benchmarks import fresh, runner, turn
 from benchmarks.branches import child, report
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
@@ -97,7 +97,8 @@ class Suite(runner.Shard):
             def start(name: str, caches: Path) -> Any:
                 return fresh.child("branches", self._wish() | {"phase": "first", "row": row.name, "variant": name}, caches)
 
-            found = {"repetitions": 1, "first": fresh.cold_and_warm((COMPILE, OURS), start), "against": COMPILE}
+            with turn.sharing():
+                found = {"repetitions": 1, "first": fresh.cold_and_warm((COMPILE, OURS), start), "against": COMPILE}
             config = report.config(row, self.args.tiny, self.args.options)
             new = stamped(row.name, "first", config, found, self.made_by, self.args.device)
             report.save(self.args.json, report.merged(load(self.args.json), [new]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -41,7 +43,8 @@ def _names(row: Row, wish: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _fill(row: Row, wish: dict[str, Any]) -> int:
-    """Compile and call once; Inductor keeps what it made."""
+    """Compile and call once; Inductor keeps what it made. What is chosen beside other processes is forgotten."""
+    os.environ["DYNAFLOW_DIR"] = tempfile.mkdtemp()
     is_cuda = wish["device"].startswith("cuda")
     wanted = to_warm(row, is_cuda) if wish["phase"] == "warm" else tuple(n for n in _names(row, wish) if n == MAX_AUTOTUNE)
     variants = Variants(row.case(wish["device"], wish["tiny"]), wish["device"], wish["options"])

@@ -111,14 +111,15 @@ def _from_disk(
     """None where what was kept cannot be loaded: it is made anew."""
     try:
         module = kept.module(found, kept_at)
-    except Exception as error:  # noqa: BLE001 (a cache that was cut short)
+        redirected = redirect(found.source, len(found.strides))
+        call, path = _in_place(redirected, module, autocast)
+        strides = tuple(None if s is None else tuple(s) for s in found.strides)
+        compiled = Compiled(call, redirected.own, redirected.text, path, numbers if static else None, tuple(found.symbols),
+                            tuple(found.guards), strides, tuple(found.aligned), redirected, _itemsize(shape))  # fmt: skip
+    except Exception as error:  # noqa: BLE001 (a cache that was cut short, or another version's)
         log.info("a unit that was kept on disk cannot be loaded: %s: %s", type(error).__name__, error)
         return None
-    redirected = redirect(found.source, len(found.strides))
-    call, path = _in_place(redirected, module, autocast)
-    strides = tuple(None if s is None else tuple(s) for s in found.strides)
-    return Compiled(call, redirected.own, redirected.text, path, numbers if static else None, tuple(found.symbols), tuple(found.guards),
-                    strides, tuple(found.aligned), redirected, _itemsize(shape))  # fmt: skip
+    return compiled if compiled.holds(numbers) else None
 
 
 def _compile(

@@ -9,6 +9,8 @@ the next version may change) are not kept.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import pickle
@@ -20,7 +22,6 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.triton_bundler import TritonBundler
@@ -73,7 +74,7 @@ def path_of(shape: Structure, state: tuple[Any, ...], numbers: tuple[int, ...], 
     if is_off or any(getattr(inductor_config, name, None) is not None for name in _PASSES):
         return None
     try:
-        text = "\n".join(_text((shape.key, state, numbers, static, functorch_config.get_hash(), *_machine(shape))))  # type: ignore[attr-defined]
+        text = "\n".join(_text((shape.key, state, numbers, static, functorch_config.get_hash(), *_machine())))  # type: ignore[attr-defined]
     except _NotKept as reason:
         log.debug("a unit is not kept on disk: %s", reason)
         return None
@@ -86,7 +87,7 @@ def load(path: Path | None) -> Kept | None:
         return None
     try:
         return Kept(**json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # cut short, or another version's
         log.info("%s is of no use: %s", path, error)
         return None
 
@@ -109,17 +110,17 @@ def _bundle_of(path: Path) -> Path:
     return path.with_suffix(".kernels")
 
 
-def _machine(shape: Structure) -> Iterator[Any]:
+def _machine() -> Iterator[Any]:
+    """All devices, whatever the unit's arguments say: a unit may make its tensors itself, on the current device."""
     import dynaflow
 
     yield from (FORMAT, dynaflow.__version__, torch.__version__, torch.version.git_version)
-    for kind in sorted({arg.device.type for arg in shape.args if isinstance(arg, Spec)} | {c.device.type for c in shape.constants}):
-        if kind == "cuda":
-            yield from (torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), torch.version.cuda)
-        elif kind == "cpu":
-            yield from (str(pick_vec_isa()), torch.get_num_threads())
-        else:
-            raise _NotKept(f"it runs on {kind}")
+    yield from (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    if importlib.util.find_spec("triton") is not None:
+        yield importlib.metadata.version("triton")
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        yield from (device, torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device)), torch.version.cuda)
 
 
 def _text(thing: Any) -> Iterator[str]:

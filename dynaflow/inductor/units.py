@@ -149,14 +149,18 @@ def _numbers(symbols: Sequence[str], sizes: Sizes) -> tuple[int, ...]:
 
 def _ambient() -> tuple[Any, ...]:
     """Settings of the process that change what is traced or generated."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    backends: Any = torch.backends
+    deterministic: Any = torch.utils.deterministic
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    # (torch.get_float32_matmul_precision raises where these were set one by one)
+    precisions = (cuda.matmul.fp32_precision, cudnn.fp32_precision, mkldnn.matmul.fp32_precision)
     return (
         torch.get_default_dtype(), torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(), cuda.matmul.allow_fp16_reduced_precision_reduction,
+        *precisions, deterministic.fill_uninitialized_memory, cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(), cudnn.enabled, cudnn.deterministic, cudnn.benchmark,
-        torch.backends.mkldnn.is_available(), inductor_config.get_hash(),
+        mkldnn.is_available(), inductor_config.get_hash(),
     )  # fmt: skip
 
 

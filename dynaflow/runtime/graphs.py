@@ -327,12 +327,13 @@ class Slots:
         self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int], promised: Sequence[int] = ()
     ):
         """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place.
-        `promised`: those that are not looked at."""
+        `promised`: those that are not looked at, where they are parameters (a buffer is replaced by a plain assignment)."""
+        kept = {i for i in promised if isinstance(args[i], torch.nn.Parameter)}
         # Of what is bound by address, the address alone is kept: the caller's caches are the caller's to drop.
         self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
         # storages that are changed; what must be where it was, and where that is, by the argument's own number; what is copied
         self.changed = {args[i].untyped_storage().data_ptr() for i in changed}
-        self.checked = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied and i not in promised]
+        self.checked = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied and i not in kept]
         self.table: list[Any] = [None] * len(args)
         for i in self.checked:
             self.table[i] = args[i].data_ptr()

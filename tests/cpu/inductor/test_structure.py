@@ -189,6 +189,27 @@ def test_what_a_text_depends_on_tells_kept_units_apart():
         assert kept_at(double) is None
 
 
+def test_a_unit_that_makes_its_tensors_itself_is_of_its_machine(monkeypatch):
+    unit = CompiledUnit(captured(lambda: torch.sin(torch.arange(8.0))), [], [])
+    mine = kept.path_of(unit.structure, (), (), True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert mine is not None and kept.path_of(unit.structure, (), (), True) != mine
+
+
+@pytest.mark.parametrize("text", [
+    b"\xff\xfe", b"{", b"[]", b'{"source": "x = 1", "symbols": [], "guards": [], "strides": null, "aligned": []}',
+    b'{"source": "x = 1", "symbols": ["s0"], "guards": ["s0 < 2"], "strides": [null], "aligned": []}',
+])  # fmt: skip
+@has_compiler
+@pytest.mark.xdist_group("inductor")
+def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch, text):
+    path = tmp_path / "unit.json"
+    path.write_bytes(text)
+    monkeypatch.setattr(kept, "path_of", lambda *_: path)
+    layer(1).variant({"s0": 4}, static=False)
+    assert path.read_bytes() != text
+
+
 def test_kernels_are_kept_in_a_bundle(tmp_path, monkeypatch, caplog):
     inductor = SimpleNamespace(source_code="x = 1", inputs_to_check=[0], constants=None, _triton_bundle=TritonBundle(["kernel"], []))
     path, read = tmp_path / "unit.json", []
@@ -205,3 +226,9 @@ def test_what_a_text_does_not_say_is_not_kept():
     assert kept_at(lambda x: torch.ops.aten.mul.Tensor(x, x)) is not None
     assert kept_at(lambda x: somebodys(x)) is None
     assert kept_at(lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))) is None
+
+
+def test_precisions_that_were_set_one_by_one_tell_units_apart(monkeypatch):
+    before = units._ambient()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert units._ambient() != before

@@ -320,6 +320,27 @@ def test_weights_that_are_promised_to_stay_are_not_looked_at(monkeypatch, fixed_
     assert any(t is p for t in looked for p in model.parameters()) != fixed_weights
 
 
+def test_a_buffer_that_is_replaced_is_noticed_whatever_was_promised():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.inner.register_buffer("mask", torch.ones(4))
+            self.inner.plain = torch.ones(4)
+
+        def forward(self, x):
+            return self.inner(x) * self.inner.mask * self.inner.plain
+
+    model = Masked()
+    fast = df.compile(model, strategy=df.TwoBatch(), runtime="graph", fixed_weights=True)
+    for step in range(6):
+        if step == 3:
+            model.inner.mask = torch.randn(4)
+            model.inner.plain = torch.randn(4)
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(fast(x), model(x))
+
+
 def test_a_weight_that_moves_is_noticed(counted):
     model, cache = Net(), torch.zeros(6, 4)
     fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph")
