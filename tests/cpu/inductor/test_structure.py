@@ -228,7 +228,11 @@ def test_what_a_text_does_not_say_is_not_kept():
     assert kept_at(lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))) is None
 
 
-def test_precisions_that_were_set_one_by_one_tell_units_apart(monkeypatch):
-    before = units._ambient()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert units._ambient() != before
+def test_precisions_that_were_set_one_by_one_tell_units_apart():
+    matmul = torch.backends.cuda.matmul
+    before, units_before = matmul.fp32_precision, units._ambient()
+    try:
+        matmul.fp32_precision = "tf32"
+        assert units._ambient() != units_before
+    finally:
+        matmul.fp32_precision = before
