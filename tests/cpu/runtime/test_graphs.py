@@ -352,3 +352,19 @@ def test_a_weight_that_moves_is_noticed(counted):
         for got, wanted in zip(fast(x, cache), model(x, theirs)):
             torch.testing.assert_close(got, wanted)
     assert len(counted) >= 2
+
+
+def test_what_is_borrowed_from_one_graph_of_a_call_outlives_the_next(recorder):
+    """Recordings of a call's graphs share their memory, and are made at different times: outputs must not lie in it."""
+
+    def model(x, y):
+        a = torch.sin(x) * 2
+        torch._dynamo.graph_break()
+        return a, torch.cos(y) + 1
+
+    fast = df.compile(model, strategy=df.TwoBatch(), runtime="graph", borrow=True, batch={"x": 0, "y": 0})
+    for rows in (4, 6, 8, 4, 6, 8, 4, 6, 8):
+        x, y = torch.randn(rows, 3), torch.randn(rows, 3)
+        for got, wanted in zip(fast(x, y), model(x, y)):
+            torch.testing.assert_close(got, wanted)
+    assert recorder.count("replay") > 9
