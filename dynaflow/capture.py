@@ -55,6 +55,10 @@ def capture(
     if (apart := take_apart(gm, inputs)) is not None:
         captured = capture(apart.gm, apart.inside(inputs), settings, graph)
         return lambda *args: captured(*apart.inside(args))
+    if torch._guards.TracingContext.try_get() is not None:
+        # Dynamo writes the code that calls the graph behind its backend. Its own record of the time would take microseconds of every call.
+        _listen()
+        _set_until_captured(torch._dynamo.config, "record_runtime_overhead", False)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
@@ -120,8 +124,7 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
-    # torch's own record of the time before the graph would cost some microseconds of every call
-    wanted: list[tuple[Any, str, bool]] = [(torch._dynamo.config, "record_runtime_overhead", False)]
+    wanted: list[tuple[Any, str, bool]] = []
     if call.cuts_batch():
         call.mark()
         _undo.append(call.unmark)
@@ -132,8 +135,12 @@ def _before_capture(_: Any) -> None:
     if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
         wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))
     for config, name, value in wanted:
-        _undo.append(functools.partial(setattr, config, name, getattr(config, name)))
-        setattr(config, name, value)
+        _set_until_captured(config, name, value)
+
+
+def _set_until_captured(config: Any, name: str, value: bool) -> None:
+    _undo.append(functools.partial(setattr, config, name, getattr(config, name)))
+    setattr(config, name, value)
 
 
 def _after_capture(_: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 import dynaflow as df
-from dynaflow.capture import of
+from dynaflow.capture import backend, of
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +124,24 @@ def test_other_threads_and_a_reset(fast):
     assert len(found) == 3 and all(torch.allclose(y, model(x)) and nothing for y, nothing in found)
     torch._dynamo.reset()
     torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("compile_it", [
+    lambda model: df.compile(model, strategy="sequential"), lambda model: df.compile(model, strategy=df.TwoBatch()),
+    lambda model: torch.compile(model, backend=backend),
+], ids=["as a whole", "in parts", "torch.compile"])  # fmt: skip
+def test_calls_are_not_recorded_by_dynamo(compile_it, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(torch._dynamo.utils, "record_pregraph_bytecode_enter", lambda: recorded.append(1))
+    monkeypatch.setattr(torch._dynamo.utils, "record_pregraph_bytecode_exit", lambda _: None)
+    assert torch._dynamo.config.record_runtime_overhead
+    fast = compile_it(Net())
+    for rows in (4, 4, 7, 9):
+        fast(torch.randn(rows, 4))
+    assert not recorded and torch._dynamo.config.record_runtime_overhead
+    plain = torch.compile(Net(), backend="eager")
+    plain(torch.randn(4, 4))
+    assert recorded
 
 
 def test_where_dynamo_is_switched_off_the_model_runs():
