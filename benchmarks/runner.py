@@ -5,6 +5,7 @@ A process that is ended keeps what it has written. What was not run, ended or fa
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -12,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import fresh, turn
-from benchmarks.store import Result, load
+from benchmarks.store import Result, load, publish
 from benchmarks.variants import NOT_MEASURED
 
 # with less than this left no process is started: it would not get past its imports and its model
@@ -157,16 +160,51 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def add_options(parser: argparse.ArgumentParser, report: Any) -> None:
+    """What every suite of rows in processes understands."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
+    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
+    parser.add_argument("--json", type=lambda text: Path(text).absolute(), default=report.RESULTS)
+    parser.add_argument("--page", type=Path, default=report.PAGE)
+    parser.add_argument("--merge", type=Path, nargs="*", default=[])
+    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace, suite: type[Shard], child: Callable[[str], int], listing: str, report: Any, plot: Any) -> int:
+    """What a suite's command comes down to: a row's own process, a list, a page, or a shard."""
+    if args.child:
+        return child(args.child)
+    if args.list:
+        print(listing)
+        return 0
+    if publish(args, report, plot):
+        return 0
+    return suite(args).run()
+
+
+def default_jobs(args: argparse.Namespace) -> int:
+    return args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
+
+
 class Shard:
     """One call of a suite whose rows are processes: what ended badly, what was not run, how long it took."""
 
-    def __init__(self, suite: str, args: Any):
+    def __init__(self, suite: str, args: argparse.Namespace):
         self.suite, self.args = suite, args
         self.began = time.perf_counter()
         self.bad: list[str] = []
         self.not_run: list[str] = []
         # ended from outside: end the rows' processes too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def run(self) -> int:
+        """Measure what the arguments ask for; the exit code."""
+        raise NotImplementedError
 
     def left_s(self) -> float:
         return float(self.args.limit_s - (time.perf_counter() - self.began))

@@ -188,7 +188,7 @@ def compile(
                   "powers": powers of two. None: every size is recorded as it is
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
     fixed_weights nobody moves the weights (`model.to`, `p.data = ...`) once they are recorded: where they are is not looked at on
-                  every call, which takes about 0.1 us per weight
+                  every call, which takes the host time for each of them
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
                   inputs included
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches

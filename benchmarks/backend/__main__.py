@@ -16,21 +16,17 @@ Ends with 1 when a target is missed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import runner, turn
 from benchmarks.backend import child, first, report
 from benchmarks.backend.models import ROWS, select
 from benchmarks.backend.plot import plot
 from benchmarks.backend.sections import SECTIONS
-from benchmarks.store import Result, command, failed, load, publish, stamped
+from benchmarks.store import Result, command, failed, load, stamped
 
 # rows of section `first`, where --rows does not say: each costs six processes
 FIRST_ROWS = "llama decode b=16,resnet50*"
@@ -38,15 +34,8 @@ LAYERS_ROW = f"llama blocks, {first.FEW} and {first.MANY}"
 
 
 def main() -> int:
-    args = _arguments()
-    if args.child:
-        return child.run(args.child)
-    if args.list:
-        print("rows     ", ", ".join(r.name for r in ROWS), "\nsections ", ", ".join(report.SECTIONS))
-        return 0
-    if publish(args, report, plot):
-        return 0
-    return Suite(args).run()
+    listing = f"rows      {', '.join(r.name for r in ROWS)}\nsections  {', '.join(report.SECTIONS)}"
+    return runner.main(_arguments(), Suite, child.run, listing, report, plot)
 
 
 class Suite(runner.Shard):
@@ -63,7 +52,7 @@ class Suite(runner.Shard):
         args = self.args
         chosen = [s for s in report.SECTIONS if s in args.only.split(",")]
         timed = [s for s in SECTIONS if s in chosen and s != "equal"]
-        num_jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
+        num_jobs = runner.default_jobs(args)
         sections = {"time": timed, "equal": [s for s in chosen if s == "equal"]}
         jobs = [runner.Job(phase, row.name, self.wish | {"sections": own})
                 for phase, own in sections.items() if own for row in select(args.rows or "*")]  # fmt: skip
@@ -109,28 +98,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help=f"comma-separated globs over row names; all, and for `first`: {FIRST_ROWS}")
     parser.add_argument("--only", default=",".join(report.SECTIONS), help="comma-separated sections")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--compiler", default="auto", help="compiler= of every df.compile")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--host-steps", type=int, default=200)
     parser.add_argument("--replays", type=int, default=1000)
-    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
-    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
-    parser.add_argument("--json", type=Path, default=report.RESULTS)
-    parser.add_argument("--page", type=Path, default=report.PAGE)
-    parser.add_argument("--merge", type=Path, nargs="*", default=[])
-    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    runner.add_options(parser, report)
     args = parser.parse_args()
     unknown = set(args.only.split(",")) - set(report.SECTIONS)
     if unknown:
         parser.error(f"unknown section {', '.join(sorted(unknown))}; sections: {', '.join(report.SECTIONS)}")
     if args.tiny and args.json == report.RESULTS:
         parser.error("--tiny does not go into benchmarks/results: give --json")
-    args.json = args.json.absolute()
     return args
 
 

@@ -29,7 +29,7 @@ def plot(rows: Sequence[Result], path: Path) -> None:
     splits.set_title("split on one stream, time against unsplit")
     for axes in (times, splits):
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel("ratio, median over rounds, 95% interval; left is faster")
+        axes.set_xlabel("ratio, 95% interval; left is faster")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
     figure.tight_layout()

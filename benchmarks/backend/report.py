@@ -127,7 +127,7 @@ def _time_table(rows: Sequence[Result]) -> list[str]:
         cells = [f"{f['median_ms']:.3f} ({f['spread_ms']:.3f})" if (f := figures.get(n)) else "-" for n in names]
         lines.append(f"| {r['row']} | " + " | ".join(cells) + " |")
     pairs = sorted({pair for r in rows for pair in r.get("ratios", {})})
-    lines += ["", "Ratios, the median over rounds, with their 95% interval (bootstrap); in brackets the ratio of device times alone.", "",
+    lines += ["", "Ratios with their 95% interval (bootstrap over rounds); in brackets the ratio of device times alone.", "",
               "| row | " + " | ".join(pairs) + " |", "|---|" + "---|" * len(pairs)]  # fmt: skip
     for r in rows:
         lines.append(f"| {r['row']} | " + " | ".join(_pair(r.get("ratios", {}).get(p)) for p in pairs) + " |")

@@ -19,19 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import fresh, runner, turn
 from benchmarks.branches import child, report
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import HRNET, LORA, NAMES, Row, select
 from benchmarks.branches.variants import COMPILE, OURS, Variants
-from benchmarks.store import command, failed, load, publish, stamped
+from benchmarks.store import command, failed, load, stamped
 
 PHASES = ("warm", "tune", "time", "first")
 # rows of phase `first`, where --rows does not say: each costs four processes
@@ -39,15 +36,8 @@ FIRST_ROWS = f"{HRNET},{LORA}"
 
 
 def main() -> int:
-    args = _arguments()
-    if args.child:
-        return child.run(args.child)
-    if args.list:
-        print("rows     ", ", ".join(NAMES), "\nvariants ", ", ".join(Variants.builders), "\nphases   ", ", ".join(PHASES))
-        return 0
-    if publish(args, report, plot):
-        return 0
-    return Suite(args).run()
+    listing = f"rows      {', '.join(NAMES)}\nvariants  {', '.join(Variants.builders)}\nphases    {', '.join(PHASES)}"
+    return runner.main(_arguments(), Suite, child.run, listing, report, plot)
 
 
 class Suite(runner.Shard):
@@ -76,7 +66,7 @@ class Suite(runner.Shard):
 
     def _jobs(self, phase: str) -> int:
         """Rows load side by side; max-autotune takes all cores for one."""
-        return self.args.jobs or (max(1, (os.cpu_count() or 1) * 3 // 4) if phase != "tune" else 1)
+        return runner.default_jobs(self.args) if phase != "tune" else self.args.jobs or 1
 
     def _keep(self, row: Row, done: runner.Done) -> None:
         """Into the file: what the process wrote, else why there is nothing. A row ended for want of time replaces none that is there."""
@@ -114,27 +104,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help=f"comma-separated globs over row names; all, and for `first`: {FIRST_ROWS}")
     parser.add_argument("--only", default="time", help=f"comma-separated phases: {', '.join(PHASES)}")
     parser.add_argument("--variants", default="", help="comma-separated variants; all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--options", type=json.loads, default={}, help='options of the backend, as json: {"runtime": "graph"}')
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores, 1 for tune")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
-    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
-    parser.add_argument("--json", type=Path, default=report.RESULTS)
-    parser.add_argument("--page", type=Path, default=report.PAGE)
     parser.add_argument("--timelines", type=Path, help="also write measured timelines, for benchmarks.branches.pictures")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[])
-    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    runner.add_options(parser, report)
     args = parser.parse_args()
     for what, chosen, known in (("phase", args.only, PHASES), ("variant", args.variants, tuple(Variants.builders))):
         if unknown := set(chosen.split(",")) - {*known, ""}:
             parser.error(f"unknown {what} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if args.tiny and args.json == report.RESULTS:
         parser.error("--tiny does not go into benchmarks/results: give --json")
-    args.json = args.json.absolute()
     return args
 
 

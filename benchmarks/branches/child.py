@@ -44,11 +44,12 @@ def _names(row: Row, wish: dict[str, Any]) -> tuple[str, ...]:
 
 def _fill(row: Row, wish: dict[str, Any]) -> int:
     """Compile and call once; Inductor keeps what it made. What is chosen beside other processes is forgotten."""
-    os.environ["DYNAFLOW_DIR"] = tempfile.mkdtemp()
     is_cuda = wish["device"].startswith("cuda")
     wanted = to_warm(row, is_cuda) if wish["phase"] == "warm" else tuple(n for n in _names(row, wish) if n == MAX_AUTOTUNE)
-    variants = Variants(row.case(wish["device"], wish["tiny"]), wish["device"], wish["options"])
-    variants.some(*(n for n in wanted if not wish["variants"] or n in wish["variants"]))
+    with tempfile.TemporaryDirectory() as forgotten:
+        os.environ["DYNAFLOW_DIR"] = forgotten
+        variants = Variants(row.case(wish["device"], wish["tiny"]), wish["device"], wish["options"])
+        variants.some(*(n for n in wanted if not wish["variants"] or n in wish["variants"]))
     return 1 if variants.missing else 0
 
 

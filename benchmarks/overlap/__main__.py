@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,22 +31,16 @@ from benchmarks.overlap.plot import plot
 from benchmarks.overlap.rows import WORKLOADS, Workload, select
 from benchmarks.overlap.sections import measured
 from benchmarks.overlap.variants import SHARED, STRATEGIES, WITHOUT_WORKLOAD, Variants, one_stream
-from benchmarks.store import Result, command, failed, load, publish, stamped
+from benchmarks.store import Result, command, failed, load, stamped
 from dynaflow.testing.network import LINKS, find_link
 
 
 def main() -> int:
-    args = _arguments()
-    if args.child:
-        return run_child(json.loads(args.child))
-    if args.list:
-        print("workloads ", ", ".join(w.name for w in WORKLOADS))
-        print("strategies", ", ".join(f"{name} ({', '.join(kinds)})" for name, kinds in STRATEGIES.items()))
-        print("          ", ", ".join(f"{name} (no workload has a mixed batch)" for name in WITHOUT_WORKLOAD))
-        return 0
-    if publish(args, report, plot):
-        return 0
-    return Suite(args).run()
+    listing = "\n".join((
+        f"workloads  {', '.join(w.name for w in WORKLOADS)}",
+        "strategies " + ", ".join(f"{name} ({', '.join(kinds)})" for name, kinds in STRATEGIES.items()),
+        f"           {', '.join(f'{name} (no workload has a mixed batch)' for name in WITHOUT_WORKLOAD)}"))  # fmt: skip
+    return runner.main(_arguments(), Suite, run_child, listing, report, plot)
 
 
 class Suite(runner.Shard):
@@ -60,7 +52,7 @@ class Suite(runner.Shard):
     def run(self) -> int:
         args = self.args
         phase, workloads = "warm" if args.warm else "time", on_link(select(args.rows or "*"), args.link, args.sms)
-        num_jobs = args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
+        num_jobs = runner.default_jobs(args)
         jobs = [runner.Job(phase, w.name, self.wish) for w in workloads if strategies_of(w, args.only)]
         for done in self.each(jobs, num_jobs, args.min_row_s, in_turns=not args.warm):
             if not args.warm:
@@ -103,7 +95,8 @@ def failed_rows(workload: Workload, wish: Result, error: Exception) -> list[Resu
     return rows_of(workload, wish, dict.fromkeys(strategies_of(workload, wish["only"]), result))
 
 
-def run_child(wish: dict[str, Any]) -> int:
+def run_child(text: str) -> int:
+    wish = json.loads(text)
     (workload,) = on_link([w for w in WORKLOADS if w.name == wish["row"]], wish["link"], wish["sms"])
     torch.set_grad_enabled(False)
     torch.backends.cuda.enable_cudnn_sdp(False)  # the same call twice, on one stream, differs: no plan could be bit-equal
@@ -133,27 +126,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="comma-separated strategies; all")
     parser.add_argument("--link", default="", choices=("", *LINKS), help="for all workloads; their own (goes into a file of its own)")
     parser.add_argument("--sms", type=int, default=0, help="SMs that collectives hold; the link's own (goes into a file of its own)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--options", type=json.loads, default={}, help='options of every df.compile, as json: {"compiler": "eager"}')
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm", action="store_true", help="compile only")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that load side by side; three for four cores")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start nothing new that would not fit, end what runs past it")
-    parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a workload's process after so many seconds")
     parser.add_argument("--min-row-s", type=float, default=runner.MIN_ROW_S, help="with less left, start no workload")
-    parser.add_argument("--json", type=Path, default=report.RESULTS)
-    parser.add_argument("--page", type=Path, default=report.PAGE)
-    parser.add_argument("--merge", type=Path, nargs="*", default=[])
-    parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    runner.add_options(parser, report)
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - {*STRATEGIES, ""}:
         parser.error(f"unknown strategy {', '.join(sorted(unknown))}; known: {', '.join(STRATEGIES)}")
     if (args.tiny or args.link or args.sms) and args.json == report.RESULTS:
         parser.error("--tiny, --link and --sms do not go into benchmarks/results/overlap.json: give --json")
-    args.json = args.json.absolute()
     return args
 
 

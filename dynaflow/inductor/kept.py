@@ -27,7 +27,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.triton_bundler import TritonBundler
 
 from dynaflow import disk
-from dynaflow.inductor.structure import Spec, Structure, _Same
+from dynaflow.inductor.structure import Same, Spec, Structure
 from dynaflow.runtime.program import Expr
 
 log = logging.getLogger("dynaflow")
@@ -125,7 +125,7 @@ def _machine() -> Iterator[Any]:
 
 def _text(thing: Any) -> Iterator[str]:
     """Lines that are equal where the thing is."""
-    if isinstance(thing, _Same):
+    if isinstance(thing, Same):
         yield _name(thing.what)
     elif isinstance(thing, (tuple, list)):
         yield f"{type(thing).__name__} {len(thing)}"

@@ -102,7 +102,7 @@ def structure(fn: fx.GraphModule, args: Sequence[Spec | Expr], symbols: Sequence
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class Same:
     """Equal to nothing but itself; keeps the object alive, so that its id stays its own."""
 
     what: Any
@@ -111,7 +111,7 @@ class _Same:
         return id(self.what)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.what is self.what
+        return isinstance(other, Same) and other.what is self.what
 
 
 def _key(gm: fx.GraphModule, constants: list[torch.Tensor] | None) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def _key(gm: fx.GraphModule, constants: list[torch.Tensor] | None) -> tuple[Any,
             return (type(value), repr(value))  # -0.0 is not 0.0, nan is nan
         if value is None or isinstance(value, (bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return (type(value), value)
-        return _Same(value)
+        return Same(value)
 
     lines: list[tuple[Any, ...]] = []
     for node in nodes:
@@ -142,7 +142,7 @@ def _key(gm: fx.GraphModule, constants: list[torch.Tensor] | None) -> tuple[Any,
             raise NotCompiled(f"the graph calls the module {node.target}")
         else:
             target = "" if node.op in ("placeholder", "output") else node.target
-            lines.append((node.op, target if isinstance(target, str) else _Same(target), of(node.args), of(node.kwargs)))
+            lines.append((node.op, target if isinstance(target, str) else Same(target), of(node.args), of(node.kwargs)))
     return tuple(lines)
 
 
@@ -157,7 +157,7 @@ def _attribute_key(gm: fx.GraphModule, target: str, constants: list[torch.Tensor
         if not known:
             constants.append(value)
         return ("constant", known[0] if known else len(constants) - 1)
-    return _Same(value)
+    return Same(value)
 
 
 def attribute(gm: torch.nn.Module, target: str) -> Any:
