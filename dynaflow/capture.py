@@ -170,6 +170,7 @@ def compile(
     buckets: str | Sequence[int] | None = None,
     borrow: bool = False,
     fixed_weights: bool = False,
+    never_slower: bool = False,
     max_memory: float = 1.25,
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Any:
@@ -189,6 +190,8 @@ def compile(
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
     fixed_weights nobody moves the weights (`model.to`, `p.data = ...`) once they are recorded: where they are is not looked at on
                   every call, which takes the host time for each of them
+    never_slower  for each size, the strategy's plan is timed against the sequential one before it is used, on copies of what a call
+                  changes, and runs where it is faster (on all ranks); remembered on disk
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
                   inputs included
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
@@ -196,7 +199,8 @@ def compile(
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
         strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, buckets=buckets,
-        borrow=borrow, fixed_weights=fixed_weights, max_memory=max_memory, part_context=part_context, name=name,
+        borrow=borrow, fixed_weights=fixed_weights, never_slower=never_slower, max_memory=max_memory,
+        part_context=part_context, name=name,
     )  # fmt: skip
     compiled = Compiled(model, settings)
     if not isinstance(model, torch.nn.Module):

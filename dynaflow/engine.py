@@ -25,6 +25,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
+from dynaflow.contest import contest
 from dynaflow.context import ALL, Context, current_tags
 from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import Inductor, compile_captured
@@ -193,7 +194,7 @@ class CapturedGraph:
         # the caller's own tensors, parameters that nobody changes aside: argument and storage; and those that are changed in place
         self._inputs = [(i, s) for i, name in self._names if (s := flow.value[name].storage) in self._mutated
                         or flow.value[name].role == "input"]  # fmt: skip
-        self._changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
+        self.changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
         self._plain_outputs = self.built.plain_outputs(self._output_names)
@@ -285,8 +286,8 @@ class CapturedGraph:
         if outputs is None or bound is None:
             return None
         self.settings.count_planned(bound.num_launches, bound.num_part_launches, num_calls=1)
-        if self._changed:
-            torch._C._increment_version([args[i] for i in self._changed])  # see _hand_out
+        if self.changed:
+            torch._C._increment_version([args[i] for i in self.changed])  # see _hand_out
         assert self._plain_outputs is not None
         results = [outputs[i] for i in self._plain_outputs]
         if (call := ongoing.get()) is not None:
@@ -313,8 +314,22 @@ class CapturedGraph:
             flow, built, device = self.flow, self.built, self.device
             weights = [i for i, name in self._names if flow.value[name].role == "param"] if self.settings.fixed_weights else []
             self._bodies[bound] = PlanBody(
-                bound, self._names, self._changed, device, lambda op: why_between(flow.op(op), built, device), weights)
+                bound, self._names, self.changed, device, lambda op: why_between(flow.op(op), built, device), weights)
         return self._bodies[bound]
+
+    def slots(self, args: Sequence[Any], sizes: tuple[Any, ...]) -> dict[int, tuple[int, int] | None]:
+        """Arguments that a recording for these sizes copies, and with how many rows."""
+        return {} if self._recordings is None else self._padding.slots(self, args, sizes)
+
+    def repeatable(self, bound: Bound | None, given: list[Any]) -> Callable[[], Any]:
+        """A plan on given arguments, as calls run it; None stands for the graph as it was captured."""
+        if bound is None:
+            return lambda: self._whole(*given)
+        aligned = list(self._aligned(given))
+        self._issue(bound, aligned)  # kernels load, libraries make their workspaces
+        if self._recordings is not None and (recording := self._recordings.trial(aligned, self._body(bound))) is not None:
+            return recording.replay
+        return lambda: self._issue(bound, aligned)
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
@@ -370,9 +385,14 @@ class CapturedGraph:
             if read:
                 self._steady.clear()
         if planned.binder is None:
-            return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), self._as_one(sizes))
+            return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), bound=self._as_one(sizes))
         bound = planned.binder.bind(numbers)
         verify_memory(self.flow, planned.plan, bound.memory)
+        if self.settings.never_slower and (outcome := contest(self, bound, self._as_one(sizes), sizes, args)) is not None:
+            if not outcome.is_faster:
+                reason = f"its plan is not faster than the sequential one: {outcome}"
+                return Fallback(reason, is_choice=True, bound=self._as_one(sizes))
+            log.info("%s: the plan for sizes %s is faster: %s", self.settings.name, sizes, outcome)
         self.settings.count(binds=1)
         self.settings.note_peak(bound.peak_bytes)
         return bound
@@ -483,9 +503,9 @@ class CapturedGraph:
     def _hand_out(self, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
         """The graph's outputs from the plan's: views of them, and of inputs, as the graph has them."""
         self.settings.count_planned(bound.num_launches, bound.num_part_launches)
-        if self._changed:
+        if self.changed:
             # compiled code and recordings change tensors behind autograd's back; what was saved for a backward must be seen to be stale
-            torch.autograd.graph.increment_version([args[i] for i in self._changed])
+            torch.autograd.graph.increment_version([args[i] for i in self.changed])
         if self._plain_outputs is not None:
             return [outputs[i] for i in self._plain_outputs]
         values = {name: args[i] for i, name in self._names}
@@ -570,7 +590,7 @@ class CapturedGraph:
         """Say it once, count it; raise it when strict."""
         if why.is_wanted or (isinstance(self.settings.strategy, Sequential) and self._recordings is None):
             return  # nothing was asked for that is not done
-        if self.settings.strict:
+        if self.settings.strict and not why.is_choice:
             raise why.error or errors.FellBack(
                 f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",
                 fix="strict=False runs the sequential graph instead, and counts it")  # fmt: skip

@@ -187,21 +187,25 @@ def measure_costs(
     return found
 
 
-def compare(ways: Sequence[Callable[[], Any]], clock: Clock) -> list[list[float]]:
-    """Microseconds per call of each way, round by round. The ways take turns: what slows the machine down slows all of them."""
+def compare(ways: Sequence[Callable[[], Any]], clock: Clock, num_calls: int | None = None) -> list[list[float]]:
+    """Microseconds per call of each way, round by round. The ways take turns: what slows the machine down slows all of them.
+
+    `num_calls`: calls of a way per round, where others count on it; else as many as there is time for.
+    """
     for way in ways:
         for _ in range(NUM_WARM):
             way()
     clock.synchronise()
-    num_calls = []
+    counts = []
     for way in ways:
         began = time.perf_counter()
         way()
         clock.synchronise()
-        num_calls.append(max(1, min(50, int(LIMIT_S / NUM_ROUNDS / max(time.perf_counter() - began, 1e-6)))))
+        fitting = int(LIMIT_S / NUM_ROUNDS / max(time.perf_counter() - began, 1e-6))
+        counts.append(num_calls or max(1, min(50, fitting)))
     rounds: list[list[float]] = [[] for _ in ways]
     for _ in range(NUM_ROUNDS):
-        for times, way, n in zip(rounds, ways, num_calls):
+        for times, way, n in zip(rounds, ways, counts):
             began = time.perf_counter()
             for _ in range(n):
                 way()
@@ -215,3 +219,20 @@ def is_faster(mine: Sequence[float], other: Sequence[float]) -> bool:
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     num_lost = sum(ratio >= 1 for ratio in ratios)
     return statistics.median(ratios) < 1 - MIN_GAIN and num_lost <= len(ratios) // 7
+
+
+class same_random_numbers:
+    """What is drawn inside does not show outside."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __enter__(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        self._state = torch.cuda.get_rng_state(self._device) if is_cuda else torch.get_rng_state()
+
+    def __exit__(self, *_: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            torch.set_rng_state(self._state)

@@ -36,6 +36,8 @@ class Fallback:
     error: errors.DynaFlowError | None = None
     # the strategy is Sequential: nothing was given up
     is_wanted: bool = False
+    # a plan is there, and was measured not to be faster: counted as other fallbacks are, and no error
+    is_choice: bool = False
     # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
     bound: Bound | None = None
 

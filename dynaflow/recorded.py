@@ -174,7 +174,7 @@ class Padding:
         found: dict[int, tuple[int, int] | None] = {}
         for i, name in graph._names:
             value = flow.value[name]
-            if value.role != "input" or i in graph._changed or not is_dense(args[i]):
+            if value.role != "input" or i in graph.changed or not is_dense(args[i]):
                 continue
             found[i] = None if value.axis is None else (value.axis, evaluate(value.shape[value.axis], numbers))
         return found

@@ -70,6 +70,8 @@ class Settings:
     buckets: str | Sequence[int] | None = None
     borrow: bool = False
     fixed_weights: bool = False
+    # a plan is kept where it is measured to be faster than the sequential one
+    never_slower: bool = False
     # a plan of kernels that is chosen may hold this many times what Inductor's own order would
     max_memory: float = 1.25
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
@@ -150,8 +152,8 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "max_memory",
-             "part_context", "name"}  # fmt: skip
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "never_slower",
+             "max_memory", "part_context", "name"}  # fmt: skip
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -183,6 +185,12 @@ def read_settings(**options: Any) -> Settings:
     if settings.fixed_weights and settings.runtime not in ("auto", "graph"):
         raise OptionError(
             "fixed_weights=True is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")
+    if type(settings.never_slower) is not bool:
+        raise OptionError(f"never_slower={settings.never_slower!r} is neither True nor False.", fix="never_slower=True lets it be measured")
+    if settings.never_slower and (settings.part_context is not None or settings.runtime.startswith("fake")):
+        what = "part_context=" if settings.part_context is not None else f"runtime={settings.runtime!r}"
+        why = "contexts are the caller's: a call cannot be repeated" if settings.part_context is not None else "it is no way to be fast"
+        raise OptionError(f"never_slower=True cannot be had with {what}.", why=why, fix="leave one of them out")
     dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
     if not all(type(d) is int and d >= 0 for d in dims):
         raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")

@@ -21,7 +21,17 @@ from torch._prims_common import clone_preserve_strides
 from dynaflow.costs import Cost, Costs, bound_us
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.ir import CALLER, Plan
-from dynaflow.measure import NUM_ROWS, Before, clock_for, compare, is_faster, is_product, measure_costs, workspace_bytes
+from dynaflow.measure import (
+    NUM_ROWS,
+    Before,
+    clock_for,
+    compare,
+    is_faster,
+    is_product,
+    measure_costs,
+    same_random_numbers,
+    workspace_bytes,
+)  # fmt: skip
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
@@ -84,7 +94,7 @@ class Trials:
         self._rounds: dict[str, list[float]] = {}
 
     def choose(self) -> Choice:
-        with torch.no_grad(), _same_random_numbers(self._device):
+        with torch.no_grad(), same_random_numbers(self._device):
             flow = self._kernels.flow
             serial = self._bind(finish_plan(flow, sequential_plan(flow, ""), None, self._kernels.allocated))
             values = {name: self._given[i] for i, name in self._kernels.inputs}
@@ -185,20 +195,3 @@ def _num_bytes(args: Sequence[Any]) -> int:
     """What the arguments hold."""
     storages = {s.data_ptr(): s.nbytes() for s in (a.untyped_storage() for a in args if isinstance(a, torch.Tensor))}
     return sum(storages.values())
-
-
-class _same_random_numbers:
-    """What is drawn inside does not show outside."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def __enter__(self) -> None:
-        is_cuda = self._device.type == "cuda"
-        self._state = torch.cuda.get_rng_state(self._device) if is_cuda else torch.get_rng_state()
-
-    def __exit__(self, *_: Any) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._state, self._device)
-        else:
-            torch.set_rng_state(self._state)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from dynaflow.errors import RankMismatch, RankMissing
-from dynaflow.ir import Flow, Plan
+from dynaflow.ir import Flow, Op, Plan
 from dynaflow.verify.ranks import Collective, collectives, verify_orders
 
 # how long ranks wait for each other; the slowest may still be compiling
@@ -37,10 +37,10 @@ _rounds: Counter[tuple[str, str]] = Counter()
 def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
     """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order; RankMissing where a rank
     did not say."""
-    users = [op for op in flow.ops if any(token.startswith("group:") for token in op.uses)]
-    if not users or not dist.is_available() or not dist.is_initialized():
+    if not uses_groups(flow):
         return
-    names = dict.fromkeys(token.removeprefix("group:") for op in users for token in op.uses if token.startswith("group:"))
+    users = [op for op in flow.ops if _groups(op)]
+    names = dict.fromkeys(name for op in users for name in _groups(op))
     order = collectives(plan, flow)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     mine = _post(store, rank, names, _signature(flow.name, graph), order)
@@ -55,6 +55,24 @@ def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
             why="a plan may call collectives on parts of the batch, and each rank would wait for the other",
             fix="use one strategy on all ranks")  # fmt: skip
     verify_orders([posts[r]["order"] for r in ranks], ranks)
+
+
+def everybody_says(graph: fx.Graph, flow: Flow, mine: bool) -> list[bool]:
+    """What each rank says that these collectives could wait for, this one included; the same list on all of them."""
+    names = dict.fromkeys(name for op in flow.ops for name in _groups(op))
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    own = _post(store, rank, names, f"{_signature(flow.name, graph)}/says", mine)
+    posts = _everybody(store, rank, own, flow.name)
+    return [bool(posts[r]["order"]) for r in sorted(posts)]
+
+
+def uses_groups(flow: Flow) -> bool:
+    """Whether other ranks could wait for what this flow does."""
+    return any(map(_groups, flow.ops)) and dist.is_available() and dist.is_initialized()
+
+
+def _groups(op: Op) -> list[str]:
+    return [token.removeprefix("group:") for token in op.uses if token.startswith("group:")]
 
 
 def announce(name: str, graph: fx.Graph) -> None:
@@ -85,8 +103,8 @@ def _ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
-def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | None) -> dict[str, Any]:
-    """`order` is None for a graph that runs as a whole."""
+def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | bool | None) -> dict[str, Any]:
+    """`order` is None for a graph that runs as a whole, or what a rank says of something else."""
     groups = {}
     for name in names:
         _rounds[name, signature] += 1

@@ -362,3 +362,24 @@ def test_a_rank_that_ends_gives_an_error_on_the_others(how, part):
     first, second = start(ends, 2, how, part, time_limit_s=60)
     assert second.exitcode == (3 if how == "raised" else -signal.SIGKILL)
     assert first.exitcode == 0 and "dynaflow: raised by 'all_reduce" in "\n".join(first.value or ()), first
+
+
+# -- never slower
+
+
+def measured_on(ranks_that_win):
+    """Which of plan and sequential runs where the plan wins on some ranks only."""
+    from dynaflow import contest
+
+    contest.is_faster = lambda mine, other: dist.get_rank() in ranks_that_win
+    net, whole = nets()
+    fast = df.compile(net, strategy=df.TwoBatch(), never_slower=True, strict=True)
+    for size in (6, 8, 6):
+        torch.testing.assert_close(fast(batch(size)), whole(batch(size)))
+    stats = df.stats(fast)
+    return stats.num_part_launches > 0, sum(stats.fallbacks.values())
+
+
+@pytest.mark.parametrize("ranks_that_win, wanted", [((0, 1), (True, 0)), ((0,), (False, 3)), ((), (False, 3))])
+def test_a_plan_runs_where_it_wins_on_all_ranks(ranks_that_win, wanted):
+    assert run(measured_on, 2, ranks_that_win) == [wanted, wanted]

@@ -1,0 +1,99 @@
+"""A plan against the sequential one, on copies of a call's own arguments: whoever asks for `never_slower` gets the faster.
+
+1. What a call changes is copied, inputs too where they are to be padded; random numbers are put back. Nothing of this shows outside.
+2. Both run as calls would: in recordings where plans are recorded, else launch by launch; in turns.
+3. Where the flow calls collectives, every rank runs both as often as the others, and the plan has to win on all of them.
+4. The outcome is remembered on disk, unless other ranks depend on it: theirs may not remember.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import torch
+from torch._prims_common import clone_preserve_strides
+
+from dynaflow import disk
+from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
+from dynaflow.runtime import graphs
+from dynaflow.runtime.program import Bound
+from dynaflow.runtime.ranks import everybody_says, uses_groups
+
+if TYPE_CHECKING:
+    from dynaflow.engine import CapturedGraph
+
+log = logging.getLogger("dynaflow")
+
+# calls per round where ranks run together: no rank may decide for itself
+NUM_TOGETHER = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    is_faster: bool
+    plan_us: float
+    sequential_us: float
+
+    def __str__(self) -> str:
+        return f"{self.plan_us:,.0f} us, sequential {self.sequential_us:,.0f} us"
+
+
+def contest(graph: CapturedGraph, bound: Bound, sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]) -> Outcome | None:
+    """None where nothing can be measured: inside of the caller's own recording, or where there is no room for the copies."""
+    if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    is_shared = uses_groups(graph.flow)
+    path = _path(graph, bound, sizes, args)
+    known = None if is_shared else disk.load(path)
+    if known is not None:
+        return Outcome(**json.loads(known))
+    try:
+        with torch.no_grad(), same_random_numbers(graph.device):
+            given = _copies(graph, sizes, args)
+            before = Before([given[i] for i in sorted(graph.changed)])
+            ways = [_again(graph, each, given, before) for each in (bound, sequential)]
+            mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
+    except torch.OutOfMemoryError:
+        log.warning("%s: there is no room to measure its plan against the sequential one; it is kept", graph.settings.name)
+        return None
+    has_won = is_faster(mine, other)
+    if is_shared:
+        has_won = all(everybody_says(graph.gm.graph, graph.flow, has_won))
+    outcome = Outcome(has_won, statistics.median(mine), statistics.median(other))
+    if not is_shared:
+        disk.save(path, json.dumps(asdict(outcome)))
+    return outcome
+
+
+def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -> list[Any]:
+    """What may be changed, and what a recording reads from slots, is ours."""
+    slots = graphs.Slots(args, graph.slots(args, sizes), ())
+    slots.fill(args)
+    given = slots.given(args)
+    for i in graph.changed:
+        given[i] = clone_preserve_strides(args[i])
+    return given
+
+
+def _again(graph: CapturedGraph, bound: Bound | None, given: list[Any], before: Before) -> Callable[[], None]:
+    run = graph.repeatable(bound, given)
+
+    def again() -> None:
+        before.put_back_counters()
+        run()
+
+    return again
+
+
+def _path(graph: CapturedGraph, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any]) -> Any:
+    """Of the outcome for this graph and plan, these sizes and this machine."""
+    machine = torch.cuda.get_device_name(graph.device) if graph.device.type == "cuda" else f"cpu {torch.get_num_threads()}"
+    lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]
+    settings = graph.settings
+    key = repr((graph.gm.code, str(bound.plan), sizes, lie, machine, torch.__version__, settings.runtime, settings.compiler))
+    return disk.directory("contests") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

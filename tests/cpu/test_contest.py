@@ -1,0 +1,163 @@
+"""never_slower: the faster of plan and sequential runs, what was measured is said and remembered, and measuring shows nowhere."""
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow as df
+from dynaflow import contest
+from dynaflow.errors import OptionError
+
+
+class Net(nn.Module):
+    """Counts its calls, keeps the last input, and drops some of it: all that repeating a call could spoil."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, seen):
+        self.count += 1
+        seen.copy_(x)
+        return nn.functional.dropout(self.b(torch.relu(self.a(x))), 0.5, training=True)
+
+
+@pytest.fixture(autouse=True)
+def own_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What plan and sequential are made to take, and how often they were measured."""
+    found = {"us": (50.0, 100.0), "num": 0}
+
+    def fake_compare(ways, clock, num_calls=None):
+        for way in ways:
+            way()
+            way()
+        found["num"] += 1
+        return [[us] * 7 for us in found["us"]]
+
+    monkeypatch.setattr(contest, "compare", fake_compare)
+    return found
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def compiled(model, **options):
+    return df.compile(model, **{"strategy": df.TwoBatch(), "partition": ["auto", df.SplitModule("a")], "never_slower": True, **options})
+
+
+RUNTIMES = [{"runtime": "threads"}, {"runtime": "graph"}, {"runtime": "threads", "compiler": "inductor"}]
+
+
+@pytest.mark.parametrize("options", RUNTIMES, ids=str)
+def test_a_faster_plan_runs(times, options):
+    fast = compiled(net(), strict=True, **options)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+    stats = df.stats(fast)
+    assert times["num"] == 1 and not stats.fallbacks and stats.planned_calls == 3 and stats.num_part_launches
+
+
+@pytest.mark.parametrize("options", RUNTIMES, ids=str)
+def test_a_slower_plan_does_not_run_and_is_counted(times, options, caplog):
+    times["us"] = (99.0, 100.0)  # a hair faster is not worth it
+    fast = compiled(net(), strict=True, **options)  # to choose the sequential one is no failure
+    with torch.no_grad():
+        for _ in range(3):
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+    ((reason, count),) = df.stats(fast).fallbacks.items()
+    assert count == 3 and times["num"] == 1 and not df.stats(fast).num_part_launches
+    assert "not faster than the sequential one: 99 us, sequential 100 us" in reason and reason in caplog.text
+
+
+@pytest.mark.parametrize("us", [(50.0, 100.0), (100.0, 50.0)])
+@pytest.mark.parametrize("options", RUNTIMES[:2], ids=str)
+def test_measuring_shows_nowhere(times, us, options):
+    """Counts, what is kept, and random numbers are those of a model that is not measured."""
+    times["us"] = us
+    strategy = df.TwoBatch() if us[0] < us[1] else df.Sequential()
+    x = [torch.randn(6, 8) for _ in range(4)]
+    results = []
+    for asked in ({}, {"strategy": strategy, "never_slower": False}):
+        model = net()
+        fast, seen, torch_state = compiled(model, **options, **asked), torch.zeros(6, 8), torch.get_rng_state()
+        with torch.no_grad():
+            outs = [fast(one, seen).clone() for one in x]
+        results.append((outs, model.count.clone(), seen, torch.get_rng_state()))
+        torch.set_rng_state(torch_state)
+    (outs, count, seen, state), (wanted, wanted_count, wanted_seen, wanted_state) = results
+    assert all(map(torch.equal, outs, wanted)) and times["num"] == 1
+    assert torch.equal(count, wanted_count) and int(count) == 4 and torch.equal(seen, wanted_seen) and torch.equal(state, wanted_state)
+
+
+def test_each_size_is_measured_and_remembered(times):
+    def calls():
+        fast = compiled(net(), runtime="threads")
+        with torch.no_grad():
+            for rows in (6, 8, 6):
+                fast(torch.randn(rows, 8), torch.zeros(rows, 8))
+        return df.stats(fast)
+
+    assert not calls().fallbacks and times["num"] == 2
+    times["us"] = (100.0, 50.0)
+    assert not calls().fallbacks and times["num"] == 2  # as another process would find it
+
+
+class Thirds(df.Strategy):
+    def schedule(self, flow):
+        flow.split(3)
+        while ready := flow.get_ready_ops():
+            flow.execute(min(ready, key=lambda r: (r.depth, r.part)))
+
+
+def test_another_plan_is_another_contest(times):
+    with torch.no_grad():
+        for strategy in (df.TwoBatch(), Thirds(), df.TwoBatch()):
+            compiled(net(), runtime="threads", strategy=strategy)(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 2
+
+
+def test_padded_sizes_are_measured_as_they_run(times):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.relu(self.a(x))
+
+    model = Plain()
+    fast = df.compile(model, strategy=df.TwoBatch(), runtime="graph", buckets=[8], never_slower=True, partition=[df.SplitModule("a")])
+    with torch.no_grad():
+        for rows in (5, 6, 5, 6, 8):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(fast(x), model(x))
+    assert not df.stats(fast).fallbacks and times["num"] == 3  # of 5, 6 and 8 rows
+
+
+def test_without_room_for_copies_the_plan_is_kept(times, monkeypatch, caplog):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(contest, "_copies", no_room)
+    fast = compiled(net(), runtime="threads")
+    with torch.no_grad():
+        fast(torch.randn(6, 8), torch.zeros(6, 8))
+    assert df.stats(fast).num_part_launches and not df.stats(fast).fallbacks and "no room to measure" in caplog.text
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"never_slower": 1}, "neither True nor False"), ({"runtime": "fake"}, "no way to be fast"),
+    ({"part_context": lambda parts: []}, "cannot be repeated"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(options, says):
+    with pytest.raises(OptionError, match=says):
+        compiled(net(), **options)
