@@ -66,8 +66,8 @@ def ratio(ours: Times, theirs: Times, draws: int = 400) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def side_by_side(case: Case, calls: Mapping[str, Call], device: str, num_rounds: int = 40) -> dict[str, Times]:
-    """Step times of each call, taken in turns."""
+def side_by_side(case: Case, calls: Mapping[str, Call], device: str, num_rounds: int = 40, has_device: bool = True) -> dict[str, Times]:
+    """Step times of each call, taken in turns; where they are wanted, the device's own, too."""
     names = list(calls)
     timer = _on_cuda if device.startswith("cuda") else _on_cpu
     num_steps: dict[str, int] = {}
@@ -82,7 +82,7 @@ def side_by_side(case: Case, calls: Mapping[str, Call], device: str, num_rounds:
         for number in range(num_rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 times[name].rounds.append(timer(case, calls[name], num_steps[name]))
-        if device.startswith("cuda"):
+        if device.startswith("cuda") and has_device:
             for _ in range(max(3, num_rounds // 4)):
                 for name in names:
                     times[name].device += _held(case, calls[name])

@@ -100,7 +100,7 @@ def picture(name: str) -> str:
     if name in FLOWS:
         text, strategy = FLOWS[name]
         flow = flow_of(text)
-        made = df.synchronise(flow, plan(flow, strategy, Context({"batch_size": 64, "device": "cpu"})))
+        made = df.synchronise(flow, plan(flow, strategy, Context({"batch_size": 64, "device": "cpu", "tag.phase": "decode"})))
     else:
         torch._dynamo.reset()
         partition = [df.SplitFunc(all_reduce, kind="network"), *(df.SplitModule(module) for module in ("o", "norm", "mlp"))]

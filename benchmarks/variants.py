@@ -104,6 +104,13 @@ class Variant:
         fast = getattr(self.call, "fast", None)
         return None if fast is None else df.stats(fast)
 
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Reason -> calls that fell back for it; of a callable that has several ways, of this one's first call."""
+        if (mine := getattr(self.call, "fallbacks", None)) is not None:
+            return mine  # type: ignore[no-any-return]
+        return {} if self.stats is None else self.stats.fallbacks
+
 
 class _Listening(logging.Handler):
     def __init__(self) -> None:
@@ -191,8 +198,8 @@ class Variants:
         finally:
             log.removeHandler(ear)
             self.case.unmark()
-        fallbacks = variant.stats.fallbacks if variant.stats is not None else {}
-        variant.warnings = [*ear.heard, *(f"{n} calls fell back: {reason.splitlines()[0][:200]}" for reason, n in fallbacks.items())]
+        fell_back = [f"{n} calls fell back: {reason.splitlines()[0][:200]}" for reason, n in variant.fallbacks.items()]
+        variant.warnings = [*ear.heard, *fell_back]
         print(f"    {name}: built in {build_s:.1f} s", *variant.warnings, sep="\n      ", flush=True)
         return variant
 

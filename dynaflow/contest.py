@@ -1,8 +1,9 @@
-"""A plan against the sequential one, on copies of a call's own arguments: whoever asks for `never_slower` gets the faster.
+"""Plans against the sequential one, on copies of a call's own arguments: whoever asks for `never_slower` gets the fastest.
 
 1. What a call changes is copied, inputs too where they are to be padded; random numbers are put back. Nothing of this shows outside.
-2. Both run as calls would: in recordings where plans are recorded, else launch by launch; in turns.
-3. Where the flow calls collectives, every rank runs both as often as the others, and the plan has to win on all of them.
+2. All run as calls would: in recordings where plans are recorded, else launch by launch; in turns.
+3. Where the flow calls collectives, every rank runs each as often as the others do. The slowest rank counts, and a plan has to win on
+   all of them.
 4. The outcome is remembered on disk, unless other ranks depend on it: theirs may not remember.
 """
 
@@ -35,20 +36,24 @@ NUM_TOGETHER = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    is_faster: bool
-    plan_us: float
+    # which of the plans; None: the sequential one
+    winner: int | None
+    # microseconds per call
+    plans_us: list[float]
     sequential_us: float
 
     def __str__(self) -> str:
-        return f"{self.plan_us:,.0f} us, sequential {self.sequential_us:,.0f} us"
+        return f"{', '.join(f'{us:,.0f} us' for us in self.plans_us)}; sequential {self.sequential_us:,.0f} us"
 
 
-def contest(graph: CapturedGraph, bound: Bound, sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]) -> Outcome | None:
+def contest(
+    graph: CapturedGraph, bounds: Sequence[Bound], sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]
+) -> Outcome | None:
     """None where nothing can be measured: inside of the caller's own recording, or where there is no room for the copies."""
     if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     is_shared = uses_groups(graph.flow)
-    path = _path(graph, bound, sizes, args)
+    path = _path(graph, bounds, sizes, args)
     known = None if is_shared else disk.load(path)
     if known is not None:
         return Outcome(**json.loads(known))
@@ -56,15 +61,16 @@ def contest(graph: CapturedGraph, bound: Bound, sequential: Bound | None, sizes:
         with torch.no_grad(), same_random_numbers(graph.device):
             given = _copies(graph, sizes, args)
             before = Before([given[i] for i in sorted(graph.changed)])
-            ways = [_again(graph, each, given, before) for each in (bound, sequential)]
-            mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
+            ways = [_again(graph, each, given, before) for each in (*bounds, sequential)]
+            *mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
     except torch.OutOfMemoryError:
         log.warning("%s: there is no room to measure its plan against the sequential one; it is kept", graph.settings.name)
         return None
-    has_won = is_faster(mine, other)
-    if is_shared:
-        has_won = all(everybody_says(graph.gm.graph, graph.flow, has_won))
-    outcome = Outcome(has_won, statistics.median(mine), statistics.median(other))
+    found = {"wins": [is_faster(us, other) for us in mine], "us": [statistics.median(us) for us in (*mine, other)]}
+    everybody = everybody_says(graph.gm.graph, graph.flow, found) if is_shared else [found]
+    *plans_us, sequential_us = (max(us) for us in zip(*(says["us"] for says in everybody)))
+    winners = [i for i, wins in enumerate(zip(*(says["wins"] for says in everybody))) if all(wins)]
+    outcome = Outcome(min(winners, key=plans_us.__getitem__, default=None), plans_us, sequential_us)
     if not is_shared:
         disk.save(path, json.dumps(asdict(outcome)))
     return outcome
@@ -90,10 +96,10 @@ def _again(graph: CapturedGraph, bound: Bound | None, given: list[Any], before: 
     return again
 
 
-def _path(graph: CapturedGraph, bound: Bound, sizes: tuple[Any, ...], args: Sequence[Any]) -> Any:
-    """Of the outcome for this graph and plan, these sizes and this machine."""
+def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...], args: Sequence[Any]) -> Any:
+    """Of the outcome for this graph and these plans, these sizes and this machine."""
     machine = torch.cuda.get_device_name(graph.device) if graph.device.type == "cuda" else f"cpu {torch.get_num_threads()}"
     lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]
-    settings = graph.settings
-    key = repr((graph.gm.code, str(bound.plan), sizes, lie, machine, torch.__version__, settings.runtime, settings.compiler))
+    settings, plans = graph.settings, [str(bound.plan) for bound in bounds]
+    key = repr((graph.gm.code, plans, sizes, lie, machine, torch.__version__, settings.runtime, settings.compiler))
     return disk.directory("contests") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -56,6 +58,8 @@ log = logging.getLogger("dynaflow")
 
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
+# plans of one context that are measured against each other
+MAX_PLANS = 8
 
 _NOTHING = nullcontext()
 
@@ -380,19 +384,23 @@ class CapturedGraph:
         if planned is None:
             planned = self._plan_with_all_ranks(facts, numbers)
             self.plans.append(planned)
-            read = [look.name.removeprefix("tag.") for look in planned.looks if look.name.startswith("tag.")]
+            looks = [look for p in (planned, *planned.rivals) for look in p.looks]
+            read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
             self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
             if read:
                 self._steady.clear()
-        if planned.binder is None:
+        binders = [p.binder for p in (planned, *planned.rivals) if p.binder is not None]
+        if not binders:
             return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), bound=self._as_one(sizes))
-        bound = planned.binder.bind(numbers)
-        verify_memory(self.flow, planned.plan, bound.memory)
-        if self.settings.never_slower and (outcome := contest(self, bound, self._as_one(sizes), sizes, args)) is not None:
-            if not outcome.is_faster:
-                reason = f"its plan is not faster than the sequential one: {outcome}"
-                return Fallback(reason, is_choice=True, bound=self._as_one(sizes))
-            log.info("%s: the plan for sizes %s is faster: %s", self.settings.name, sizes, outcome)
+        bounds = [binder.bind(numbers) for binder in binders]
+        for bound in bounds:
+            verify_memory(self.flow, bound.plan, bound.memory)
+        bound = bounds[0]
+        if self.settings.never_slower and (outcome := contest(self, bounds, self._as_one(sizes), sizes, args)) is not None:
+            log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
+            if outcome.winner is None:
+                return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self._as_one(sizes))
+            bound = bounds[outcome.winner]
         self.settings.count(binds=1)
         self.settings.note_peak(bound.peak_bytes)
         return bound
@@ -410,24 +418,34 @@ class CapturedGraph:
         return facts
 
     def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
-        """Run the strategy in this context; synchronise, fuse, place and verify what it did."""
+        """Run the strategy in this context; and, where plans are measured, once for each combination of its options."""
+        planned, num_options = self._plan_once(facts, sizes, ())
+        if not self.settings.never_slower or math.prod(num_options) == 1:
+            return planned
+        combinations = itertools.islice(itertools.product(*map(range, num_options)), 1, MAX_PLANS)
+        rivals = {str(p.plan): p for chosen in combinations for p in self._plan_once(facts, sizes, chosen)[:1]}
+        rivals.pop(str(planned.plan), None)
+        return replace(planned, rivals=tuple(rivals.values()))
+
+    def _plan_once(self, facts: Mapping[str, Any], sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
+        """Synchronise, fuse, place and verify what the strategy did; and how many options it had."""
         began = time.perf_counter()
         context = Context(facts)
         planner = run_strategy(
-            self.flow, self.settings.strategy, context,
+            self.flow, self.settings.strategy, context, chosen=chosen,
             check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
             make_body=lambda calls: body(self.built.program, calls),
         )  # fmt: skip
         plan = planner.finish()
         self.settings.count(plans=1)
         if plan.reason:
-            return Planned(plan, context.looks, None)
+            return Planned(plan, context.looks, None), planner.num_options
         check_shares(plan.streams, self.device)
         binder = self._finish(plan, planner.functions, sizes)
         plan = binder.plan
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
                  len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
-        return Planned(plan, context.looks, binder)
+        return Planned(plan, context.looks, binder), planner.num_options
 
     def _finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any]) -> Binder:
         """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing
@@ -465,7 +483,8 @@ class CapturedGraph:
         except errors.DynaFlowError as error:
             refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
         try:
-            agree(self.gm.graph, self.flow, planned.plan)
+            for each in (planned, *planned.rivals):
+                agree(self.gm.graph, self.flow, each.plan)
         except errors.RankMissing:
             raise
         except errors.RankMismatch as error:

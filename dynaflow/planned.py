@@ -23,9 +23,11 @@ class Planned:
     plan: Plan
     looks: tuple[Look, ...]
     binder: Binder | None
+    # what the strategy's other options come to, where they are to be measured
+    rivals: tuple[Planned, ...] = ()
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
-        return all(look.holds(facts) for look in self.looks)
+        return all(look.holds(facts) for look in self.looks) and all(rival.holds(facts) for rival in self.rivals)
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,18 @@ class Planner:
         costs: Costs | None = None,
         check_replacement: Callable[[Callable[..., Any], Sequence[tuple[str, Part]], str], None] | None = None,
         make_body: Callable[[Sequence[tuple[str, Part]]], Callable[..., Any] | None] | None = None,
+        chosen: Sequence[int] = (),
     ):
+        """`chosen`: which option the first, second, ... `any_of` gives; 0 for those that are not named."""
         self.flow, self.context = flow, context
         self.functions: dict[str, Callable[..., Any]] = {}
         if costs:
             check_costs(flow, costs)
         self._costs = costs or {}
         self._check_replacement, self._make_body = check_replacement, make_body
+        self._chosen = tuple(chosen)
+        # how many options each any_of had
+        self.num_options: list[int] = []
         self._default_parts: tuple[Part, ...] = (WHOLE,)
         self._parts_of: dict[str, tuple[Part, ...]] = {}
         self._streams: dict[str, Stream] = {}
@@ -135,6 +140,15 @@ class Planner:
                     f"'{op.name}' cannot be split into {len(parts)} parts.", where=where, why=op.unsplittable,
                     fix="leave it out of ops=: it then runs once over the whole batch")  # fmt: skip
             self._parts_of[op.name] = parts
+
+    def any_of(self, *options: Any) -> Any:
+        """One of the options, where the strategy cannot know which is best: the first. With `never_slower=True` the strategy is run once
+        for each, and the plan that the device finds fastest is kept."""
+        if not options:
+            raise errors.StrategyError("flow.any_of() has no options.", where=self._where(sys._getframe(1)), fix="give one or more")
+        at = self._chosen[len(self.num_options)] if len(self.num_options) < len(self._chosen) else 0
+        self.num_options.append(len(options))
+        return options[min(at, len(options) - 1)]
 
     def stream(self, name: str, *, priority: int = 0, sms: int | None = None) -> str:
         """Declare a stream. Returns its name, for `execute(..., stream=name)`."""

@@ -23,7 +23,7 @@ _TITLES = {BRANCHY: "Branchy models", CONTROL: "Controls", TRAINING: "Training s
 
 def config(row: Row, tiny: bool, options: Mapping[str, Any]) -> Result:
     return {"dtype": "bf16", "group": row.group, **row.config, **({"options": dict(options)} if options else {}),
-            **({"tiny": True} if tiny else {})}  # fmt: skip
+            **({"tiny": True} if tiny else {}), **({} if row.repeats else {"cudnn_attention": False})}  # fmt: skip
 
 
 def merged(*shards: Iterable[Result]) -> list[Result]:

@@ -62,6 +62,8 @@ class Row:
     is_channels_last: bool = False
     # (tiny) -> size of the images that BatchNorm's statistics are calibrated on; None where there is none
     calibrated_on: Callable[[bool], int] | None = None
+    # whether cuDNN's attention, where torch would choose it, gives the same twice; else it is switched off: nothing could be bit-equal
+    repeats: bool = True
     # which parameters are trained; all where it is None
     trained: Callable[[nn.Module], list[nn.Parameter]] | None = None
 
@@ -153,7 +155,7 @@ def _lora(tokens: int) -> Row:
     batch, seq = (tokens, 1) if is_decode else (1, tokens)
     return Row(f"lora-llama {tokens} token{'s' if tokens > 1 else ''}", language.lora_llama, partial(_embeddings, LLAMA_3_8B, batch, seq),
                {"tokens": tokens, "layers": 2, "rank": lora.RANK, "lora": lora.which()} | ({"context": CONTEXT} if is_decode else {}),
-               fields=("last_hidden_state",), decode_batch=tokens if is_decode else 0,
+               fields=("last_hidden_state",), decode_batch=tokens if is_decode else 0, repeats=not 1 < tokens < 512,
                state={} if is_decode else {"use_cache": False})  # fmt: skip
 
 

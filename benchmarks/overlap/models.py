@@ -1,4 +1,4 @@
-"""One rank of models that run on many GPUs, two layers each, with emulated collectives where the real ones are.
+"""One rank of models that run on many GPUs, eight layers each (two where they have experts), with emulated collectives in their places.
 
 Llama and Qwen are Transformers' own, with a rank's heads and a rank's part of the MLP. The others are plain modules with a rank's shapes;
 they leave out what costs nothing to speak of (rotary embeddings), and route as a perfectly balanced router would: tokens go to experts in
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from dynaflow.testing.network import Collective, Link
 
-NUM_LAYERS = 2
+# The first part's first op and the last part's last have nothing to hide behind: a few layers must not look like the whole model.
+# Those with experts hold gigabytes each.
+NUM_LAYERS, NUM_EXPERT_LAYERS, NUM_TINY_LAYERS = 8, 2, 2
+
+
+def num_layers(is_dense: bool, tiny: bool) -> int:
+    return NUM_TINY_LAYERS if tiny else NUM_LAYERS if is_dense else NUM_EXPERT_LAYERS
+
 
 # ---------------------------------------------------------------------------- tensor parallel, from Transformers
 
@@ -36,7 +43,7 @@ def tensor_parallel(family: str, sizes: dict[str, int], ranks: int, tiny: bool) 
     shared = {name: sizes[name] // ranks for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")}
     head_dim = 8 if tiny else 128
     config = getattr(transformers, f"{family}Config")(
-        hidden_size=sizes["hidden_size"], head_dim=head_dim, num_hidden_layers=NUM_LAYERS, vocab_size=1024, rms_norm_eps=1e-5,
+        hidden_size=sizes["hidden_size"], head_dim=head_dim, num_hidden_layers=num_layers(True, tiny), vocab_size=1024, rms_norm_eps=1e-5,
         max_position_embeddings=4096, use_cache=False, **shared)  # fmt: skip
     return getattr(transformers, f"{family}Model")(config)
 
@@ -155,7 +162,7 @@ class ExpertModel(nn.Module):
 
     def __init__(self, c: Experts, ranks: int, link: Link | None):
         super().__init__()
-        self.layers = nn.ModuleList(ExpertLayer(c, ranks, link) for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(ExpertLayer(c, ranks, link) for _ in range(NUM_EXPERT_LAYERS))
 
     def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -190,9 +197,9 @@ class DitBlock(nn.Module):
 
 
 class Dit(nn.Module):
-    def __init__(self, hidden: int, heads: int, ranks: int, link: Link | None):
+    def __init__(self, hidden: int, heads: int, ranks: int, link: Link | None, num_blocks: int):
         super().__init__()
-        self.blocks = nn.ModuleList(DitBlock(hidden, heads, ranks, link) for _ in range(NUM_LAYERS))
+        self.blocks = nn.ModuleList(DitBlock(hidden, heads, ranks, link) for _ in range(num_blocks))
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
         for block in self.blocks:
@@ -202,7 +209,7 @@ class Dit(nn.Module):
 
 def dit(ranks: int, link: Link | None, tiny: bool) -> nn.Module:
     """FLUX.1's width and heads."""
-    return Dit(64, 8, ranks, link) if tiny else Dit(3072, 24, ranks, link)
+    return Dit(*((64, 8) if tiny else (3072, 24)), ranks, link, num_layers(True, tiny))
 
 
 def expert_parallel(c: Experts, ranks: int, link: Link | None, tiny: bool) -> Any:

@@ -6,7 +6,7 @@ Expert parallelism goes over 400G InfiniBand, tensor and sequence parallelism ov
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,8 @@ class Workload:
         batch, seq = self.sizes(tiny)
         link = {"link": f"{self.link.name} (emulated)", "gbps": self.link.gbps, "latency_us": self.link.latency_us, "sms": self.link.sms}
         shape = {"batch": batch, "tokens": batch * seq, **({"context": TINY_CONTEXT if tiny else CONTEXT} if self.phase == DECODE else {})}
-        return {"kind": self.kind, "phase": self.phase, "ranks": self.ranks, "layers": models.NUM_LAYERS, **shape, **link}
+        layers = models.num_layers(self.kind != EP, tiny)
+        return {"kind": self.kind, "phase": self.phase, "ranks": self.ranks, "layers": layers, **shape, **link}
 
     @property
     def partition(self) -> list[Any]:
@@ -68,7 +69,7 @@ class Workload:
                 state = {"past_key_values": static_cache(module, batch, dtype, tiny, generator), "use_cache": True}
             else:
                 width = module.layers[0].attn.kv_down.out_features  # type: ignore[union-attr, index]
-                shape = (batch, models.NUM_LAYERS, seq, TINY_CONTEXT if tiny else CONTEXT, width)
+                shape = (batch, models.num_layers(False, tiny), seq, TINY_CONTEXT if tiny else CONTEXT, width)
                 state = {"cache": torch.randn(shape, generator=generator, device=device).to(dtype)}
         case = Case(workload=self, module=module, bare=bare, state=state, generator=generator, dtype=dtype, tiny=tiny)
         case.sets = [case.fresh() for _ in range(NUM_SETS)]
@@ -80,6 +81,8 @@ class Case(cases.Case):
     workload: Workload
     # the same without collectives, over the same weights
     bare: nn.Module
+    # group of ways -> the callable that has them
+    callables: dict[str, Any] = field(default_factory=dict)
 
     def fresh(self) -> dict[str, Tensor]:
         batch, seq = self.workload.sizes(self.tiny)

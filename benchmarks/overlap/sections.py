@@ -13,7 +13,7 @@ import dynaflow as df
 from benchmarks import turn
 from benchmarks.measure import Times, ratio, side_by_side
 from benchmarks.overlap.rows import Case
-from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SHARED, Variants, in_phase, one_stream
+from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SHARED, Variants, in_way, one_stream
 from benchmarks.store import Result, target
 
 MIN_SPEEDUP, MIN_HIDDEN = 0.99, 0.9
@@ -26,7 +26,7 @@ def measured(case: Case, variants: Variants, strategies: Sequence[str], num_roun
     names = [*SHARED, *(n for s in strategies for n in (one_stream(s), s))]
     made = variants.some(*names)
     turn.take()
-    times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds)
+    times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds, has_device=False)
     return {s: _result(case, variants, times, s) for s in strategies}
 
 
@@ -46,7 +46,7 @@ def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: st
         return found | {"note": "; ".join(notes), "targets": missed, "is_available": not is_known}
     variant = variants.get(name)
     assert variant is not None, name
-    gave_up = next(iter(variant.stats.fallbacks), "").splitlines()[:1]
+    gave_up = next(iter(variant.fallbacks), "").splitlines()[:1]
     notes += [f"gave up: {gave_up[0]}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
     found |= gains(times, name, bool(gave_up)) | equal(case, variants, name)
     return found | {"gave_up": gave_up[0] if gave_up else "", "note": "; ".join(notes), "targets": targets(found, bool(gave_up))}
@@ -90,10 +90,9 @@ def targets(found: Result, gave_up: bool) -> list[Result]:
 def equal(case: Case, variants: Variants, name: str) -> Result:
     """Bit for bit with the same plan launch by launch on one stream; and how far from the sequential one."""
     made = variants.some(name, SEQUENTIAL)
-    with in_phase(case):
-        got = _outputs(case, made[name].call)
+    got, plain = (_outputs(case, made[n].call) for n in (name, SEQUENTIAL))
+    with in_way(case, name):
         want = _outputs(case, lambda number: df.run_serialised(made[name].call.fast, **case.args(number)))  # type: ignore[attr-defined]
-        plain = _outputs(case, made[SEQUENTIAL].call)
     is_sound = all(bool(torch.isfinite(t).all()) and bool(t.any()) for t in plain)
     distance = max(_distance(a, b) for a, b in zip(got, plain))
     said = "bit" if all(map(torch.equal, got, want)) else f"max abs {max(float((a - b).abs().max()) for a, b in zip(got, want)):.1e}"

@@ -2,7 +2,7 @@
 
     sequential          the graph as it is
     X, one stream       strategy X's parts and order, split but not overlapped
-    X                   split and overlapped
+    X                   split and overlapped; or what it measures to be faster (`never_slower=True`)
     compute alone       the model without its collectives
     network alone       its collectives without the model, one after another
     side by side        both of these at once, on two streams, nothing waiting for anything: what these kernels can reach
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from dynaflow.ir import CALLER
 
 SEQUENTIAL, COMPUTE, NETWORK, BESIDE = "sequential", "compute alone", "network alone", "side by side"
 SHARED = (SEQUENTIAL, COMPUTE, NETWORK, BESIDE)
+# groups of ways, a callable each
+ON_ONE_STREAM, OVERLAPPED = "on one stream", "overlapped"
 
 # strategy -> the kinds of workload that it is for; those that this version of df lacks are reported as not available
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "TwoBatch": (TP, EP, SP),
-    "NanoBatch": (TP, SP),
-    "Branches": (EP, SP),
     "NanoFlow": (TP,),
     "DualBatch": (EP,),
     "SingleBatch": (EP,),
@@ -51,6 +51,10 @@ def one_stream(name: str) -> str:
 
 # settings under which few tokens are enough: tiny models have no more, and strategies would give up
 FEW_TOKENS = {"min_tokens": 0, "min_decode_tokens": 0, "min_part_tokens": 1, "min_chunk_tokens": 1, "wave": 1}
+
+
+def is_there(name: str) -> bool:
+    return getattr(df, name, None) is not None or getattr(strategies, name, None) is not None
 
 
 def find(name: str, tiny: bool = False) -> df.Strategy:
@@ -91,9 +95,20 @@ class _Alone:
         return self._flow.execute(ready, stream=CALLER, **more)
 
 
-def in_phase(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """The tag that strategies ask for."""
-    return df.context(phase="decode") if case.workload.phase == DECODE else contextlib.nullcontext()
+class Ways(df.Strategy):
+    """Several strategies in one callable, told apart by the tag `way`: the model is captured, and its ops are compiled, once for all."""
+
+    def __init__(self, ways: Mapping[str, df.Strategy]):
+        self.ways = dict(ways)
+
+    def schedule(self, flow: Any) -> None:
+        self.ways[flow.context.tags["way"]].schedule(flow)
+
+
+def in_way(case: Case, name: str) -> contextlib.AbstractContextManager[Any]:
+    """The tags that strategies ask for."""
+    phase = {"phase": "decode"} if case.workload.phase == DECODE else {}
+    return df.context(way=name, **phase)
 
 
 # -- one builder per variant
@@ -103,22 +118,40 @@ def _is_cuda(case: Case) -> bool:
     return case.generator.device.type == "cuda"
 
 
-def _planned(make: Callable[[bool], df.Strategy], is_bare: bool = False) -> Builder:
-    """`make` is told whether the model is a tiny one."""
+def _way(name: str, group: str) -> Builder:
+    """One of a group's ways; the callable that has them all is made for the first of them."""
 
     def build(case: Any, options: Mapping[str, Any]) -> Call:
-        runtime = {"runtime": "graph", "borrow": True} if _is_cuda(case) else {"runtime": "threads"}
-        partition = "auto" if is_bare else case.workload.partition
-        fast = df.compile(case.bare if is_bare else case.module, strategy=make(case.tiny), partition=partition, **runtime, **options)
+        if name in STRATEGIES:
+            find(name)  # or there is no such way
+        if group not in case.callables:
+            case.callables[group] = _callable(case, group, options)
+        fast = case.callables[group]
 
         def call(number: int) -> Any:
-            with in_phase(case):
+            with in_way(case, name):
                 return fast(**case.args(number))
 
-        call.fast = fast  # type: ignore[attr-defined]
+        before = Counter(df.stats(fast).fallbacks)
+        case.reset()
+        call(0)
+        call.fast, call.fallbacks = fast, df.stats(fast).fallbacks - before  # type: ignore[attr-defined]
         return call
 
     return build
+
+
+def _callable(case: Any, group: str, options: Mapping[str, Any]) -> Any:
+    """Compute alone and sequential have one way each. What is slower on one stream is wanted so."""
+    runtime = {"runtime": "graph", "borrow": True} if _is_cuda(case) else {"runtime": "threads"}
+    module, partition = (case.bare, "auto") if group == COMPUTE else (case.module, case.workload.partition)
+    if group in (COMPUTE, SEQUENTIAL):
+        strategy: df.Strategy = df.Sequential()
+    else:
+        known = {name: find(name, case.tiny) for name, kinds in STRATEGIES.items() if case.workload.kind in kinds and is_there(name)}
+        strategy = Ways(known if group == OVERLAPPED else {one_stream(name): OneStream(s) for name, s in known.items()})
+    never_slower = group == OVERLAPPED and _is_cuda(case)
+    return df.compile(module, strategy=strategy, partition=partition, never_slower=never_slower, **runtime, **options)
 
 
 def _sender(case: Case) -> Callable[[], None]:
@@ -183,11 +216,11 @@ def _beside(case: Any, _: Mapping[str, Any]) -> Call:
 
 class Variants(variants.Variants):
     builders = {
-        SEQUENTIAL: _planned(lambda tiny: df.Sequential()),
-        COMPUTE: _planned(lambda tiny: df.Sequential(), is_bare=True),
+        SEQUENTIAL: _way(SEQUENTIAL, SEQUENTIAL),
+        COMPUTE: _way(COMPUTE, COMPUTE),
         NETWORK: _network,
         BESIDE: _beside,
-        **{one_stream(name): _planned(lambda tiny, name=name: OneStream(find(name, tiny))) for name in STRATEGIES},  # type: ignore[misc]
-        **{name: _planned(partial(find, name)) for name in STRATEGIES},
+        **{one_stream(name): _way(one_stream(name), ON_ONE_STREAM) for name in STRATEGIES},
+        **{name: _way(name, OVERLAPPED) for name in STRATEGIES},
     }
     on_cuda_only = frozenset({BESIDE})

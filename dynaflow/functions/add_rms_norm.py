@@ -1,4 +1,4 @@
-"""All-reduce, residual add and RMS norm as one function: the collective, then one pass over the rows.
+"""All-reduce, residual add and RMS norm as one function: one kernel where the collective has one, else it and one pass over the rows.
 
 `read_norm` looks at the graph of the ops behind the collective: it knows the add of two values and the RMS norm of their sum as
 Transformers and torch write it, and says None of all else. Then, and on the CPU, the ops themselves run. On CUDA the one pass is a Triton
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -93,14 +93,47 @@ def _arguments(node: fx.Node, *names: str) -> dict[str, Any]:
     return dict(zip(names, node.args)) | node.kwargs
 
 
+class OneKernel(Protocol):
+    """A collective's own kernel for it: `x` is what is reduced, `numbers` the collective's other arguments. It adds the residual into
+    `total`, and puts the norm times the weight into `normed`; all are contiguous. `num_ctas`: None for the collective's own choice."""
+
+    def __call__(
+        self, x: torch.Tensor, numbers: Sequence[Any], residual: torch.Tensor, weight: torch.Tensor, eps: float, total: torch.Tensor,
+        normed: torch.Tensor, num_ctas: int | None,
+    ) -> None: ...  # fmt: skip
+
+
+# collective, as graphs call it -> its kernel
+_kernels: dict[Any, OneKernel] = {}
+
+
+def register_reduce_add_norm(collective: Any, kernel: OneKernel) -> None:
+    """A collective that can add and norm rows as they arrive."""
+    _kernels[collective] = kernel
+
+
+def read_reduce(reduce: Body) -> tuple[OneKernel, int, tuple[Any, ...]] | None:
+    """(the collective's own kernel, which of the inputs it reduces, its other arguments); None if it has none, or there is more to it."""
+    graph = reduce.unit.fn.graph if isinstance(reduce.unit.fn, fx.GraphModule) else None
+    calls = [n for n in graph.nodes if n.op.startswith("call_")] if graph is not None else []
+    if graph is None or len(calls) != 1 or len(reduce.unit.outs) != 1 or calls[0].target not in _kernels or calls[0].kwargs:
+        return None
+    given = dict(zip((n for n in graph.nodes if n.op == "placeholder"), reduce.unit.args))
+    x, *numbers = calls[0].args
+    if given.get(x) not in reduce.inputs or any(isinstance(n, fx.Node) for n in numbers):
+        return None
+    return _kernels[calls[0].target], reduce.inputs.index(given[x]), tuple(numbers)
+
+
 class ReduceAddNorm:
     """In the place of a collective and the ops behind it: `whole` is all of them, `reduce` the collective, `tail` the rest."""
 
     takes_outs = True
 
-    def __init__(self, whole: Body, reduce: Body, tail: Body, num_ctas: int):
-        self.whole, self.reduce, self.tail, self.num_ctas = whole, reduce, tail, num_ctas
-        self.norm = read_norm(tail)
+    def __init__(self, whole: Body, reduce: Body, tail: Body, num_ctas: int, own_ctas: int | None = None):
+        """`num_ctas`: of the one pass; `own_ctas`: of a collective's own kernel, None for its own choice."""
+        self.whole, self.reduce, self.tail, self.num_ctas, self.own_ctas = whole, reduce, tail, num_ctas, own_ctas
+        self.norm, self.kernel = read_norm(tail), read_reduce(reduce)
         self.__qualname__ = f"reduce_add_norm(num_ctas={num_ctas})"  # what plans call it
 
     def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
@@ -117,6 +150,8 @@ class ReduceAddNorm:
 
     def _in_one_pass(self, values: dict[str, torch.Tensor], places: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert self.norm is not None
+        if self.kernel is not None and (made := self._in_one_kernel(values, places)) is not None:
+            return made
         values.update(zip(self.reduce.unit.outs, self.reduce(*(values[v] for v in self.reduce.inputs)), strict=True))
         taken = [values[v] for v in self.tail.inputs]
         x, residual, weight = taken[self.norm.reduced], taken[self.norm.residual], taken[self.norm.weight]
@@ -126,6 +161,27 @@ class ReduceAddNorm:
         total, normed = (places.get(named.get(out, "")) for out in ("sum", "norm"))
         made = dict(zip(("sum", "norm"), add_rms_norm(x, residual, weight, self.norm.eps, self.num_ctas, total, normed), strict=True))
         return values | {name: made[out] for out, name in named.items()}
+
+
+    def _in_one_kernel(self, values: dict[str, torch.Tensor], places: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """None where a tensor lies as the kernel does not expect it."""
+        assert self.norm is not None and self.kernel is not None
+        kernel, at, numbers = self.kernel
+        x = values[self.reduce.inputs[at]]
+        added = [self.tail.inputs[i] for i in (self.norm.reduced, self.norm.residual)]
+        if sum(name in self.reduce.unit.outs for name in added) != 1:
+            return None  # what is reduced is added to itself, or to nothing
+        (residual,) = (values[name] for name in added if name not in self.reduce.unit.outs)
+        weight = values[self.tail.inputs[self.norm.weight]]
+        if not can_add_rms_norm(x, residual, weight):
+            return None
+        named = dict(zip(self.norm.outs, self.tail.unit.outs, strict=True))
+        if {*self.whole.unit.outs} - {*named.values()}:
+            return None  # somebody else reads what was reduced
+        total, normed = (_contiguous_like(x, places.get(named.get(out, ""))) for out in ("sum", "norm"))
+        kernel(x.contiguous(), numbers, residual.contiguous(), weight.contiguous(), self.norm.eps, total, normed, self.own_ctas)
+        made = {"sum": total, "norm": normed}
+        return {name: made[out] for out, name in named.items()}
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
@@ -146,6 +202,10 @@ def add_rms_norm(
     from dynaflow.functions import triton_add_rms_norm  # there is no Triton without a GPU
 
     x, residual = x.contiguous(), residual.contiguous()
-    total, normed = (y if y is not None and y.is_contiguous() else torch.empty_like(x) for y in (total, normed))
+    total, normed = _contiguous_like(x, total), _contiguous_like(x, normed)
     triton_add_rms_norm.launch(x, residual, weight.contiguous(), total, normed, eps, num_ctas)
     return total, normed
+
+
+def _contiguous_like(x: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
+    return place if place is not None and place.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -57,13 +57,13 @@ def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
     verify_orders([posts[r]["order"] for r in ranks], ranks)
 
 
-def everybody_says(graph: fx.Graph, flow: Flow, mine: bool) -> list[bool]:
+def everybody_says(graph: fx.Graph, flow: Flow, mine: Any) -> list[Any]:
     """What each rank says that these collectives could wait for, this one included; the same list on all of them."""
     names = dict.fromkeys(name for op in flow.ops for name in _groups(op))
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     own = _post(store, rank, names, f"{_signature(flow.name, graph)}/says", mine)
     posts = _everybody(store, rank, own, flow.name)
-    return [bool(posts[r]["order"]) for r in sorted(posts)]
+    return [posts[r]["order"] for r in sorted(posts)]
 
 
 def uses_groups(flow: Flow) -> bool:
@@ -103,7 +103,7 @@ def _ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
-def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | bool | None) -> dict[str, Any]:
+def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | Any) -> dict[str, Any]:
     """`order` is None for a graph that runs as a whole, or what a rank says of something else."""
     groups = {}
     for name in names:

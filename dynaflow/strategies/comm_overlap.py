@@ -14,10 +14,11 @@ class CommOverlap(Strategy):
     prefetch | W(A) W(B)      W(C)      W(D)         FSDP: a weight's all-gather waits for nothing but room
 
     Parts: where costs are known, so many that the estimate is least; else as many as leave each `min_part_tokens` tokens; at most
-    `max_parts`. At most `ahead` gathered weights wait for their users at a time, one that is in use included.
+    `max_parts`, and fewer where that is measured to be faster (`never_slower=True`). At most `ahead` gathered weights wait for their users
+    at a time, one that is in use included.
     """
 
-    def __init__(self, max_parts: int = 4, min_part_tokens: int = 1024, ahead: int = 2):
+    def __init__(self, max_parts: int = 2, min_part_tokens: int = 1024, ahead: int = 2):
         at_least(1, max_parts=max_parts, min_part_tokens=min_part_tokens, ahead=ahead)
         self.max_parts, self.min_part_tokens, self.ahead = max_parts, min_part_tokens, ahead
 
@@ -57,4 +58,4 @@ class CommOverlap(Strategy):
         rows = 1 if network_us else rows_of(flow.flow, self.min_part_tokens)
         while most > 1 and flow.context.batch_size < most * rows:
             most -= 1
-        return most
+        return flow.any_of(*range(most, 0, -1))

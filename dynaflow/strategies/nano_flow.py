@@ -18,12 +18,12 @@ class NanoFlow(Strategy):
     network |                          ar 0   ar 1   ...
 
     Memory ops are those that `memory_ops` names (globs): attention that reads a cache, which leaves room for matrix products beside it.
-    They are cut finer than the others, at the same places, and the first part is the smaller one: what waits for it starts early.
+    Where the tag phase="decode" says that there is one, they are cut finer than the others, at the same places.
     `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
     Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
     """
 
-    def __init__(self, compute: Sequence[float] = (0.375, 0.625), memory: Sequence[float] = (0.1875, 0.1875, 0.3125, 0.3125),
+    def __init__(self, compute: Sequence[float] = (0.5, 0.5), memory: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
                  min_tokens: int = 384, memory_ops: str | tuple[str, ...] = ATTENTION, sms: Mapping[str, int] | None = None):  # fmt: skip
         at_least(0, min_tokens=min_tokens)
         at_least(1, **(sms or {}))
@@ -43,7 +43,7 @@ class NanoFlow(Strategy):
         if flow.context.batch_size < ceil(rows / min(self.compute)):
             return flow.sequential(f"fewer than {self.min_tokens} tokens in a part")
         flow.split(self.compute)
-        if flow.context.batch_size >= ceil(rows / min(self.memory)):
+        if flow.context.tags.get("phase") == "decode" and flow.context.batch_size >= ceil(rows / min(self.memory)):
             flow.split(self.memory, ops=lambda op: self._lane(op) == "memory" and not op.unsplittable)
         for lane in LANES:
             flow.stream(lane, priority=-1 if lane == "network" else 0, sms=self.sms.get(lane))

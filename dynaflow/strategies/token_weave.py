@@ -6,8 +6,8 @@ from dynaflow.strategy import Strategy
 
 # (up to so many tokens, CTAs): a collective of few tokens is over before many CTAs pay, and each is taken from the other part's compute
 CTAS = ((1024, 8), (4096, 16), (16384, 32))
-# where nothing is split, nothing runs beside it: a CTA per row, within reason
-ALONE = 1024
+# where nothing is split, nothing runs beside it: a CTA per row, within reason; of a collective's own kernel, which holds its SMs, fewer
+ALONE, ALONE_IN_KERNEL = 1024, 64
 
 
 class TokenWeave(Strategy):
@@ -16,8 +16,9 @@ class TokenWeave(Strategy):
     compute | attn 0   attn 1            mlp 0             mlp 1  ...
     comm    |          ar+add+norm 0     ar+add+norm 1
 
-    The one function: the collective itself, then add and norm in one pass over the rows (a Triton kernel on CUDA, on `num_ctas` CTAs,
-    by default more of them for more tokens; the ops themselves elsewhere). `fused` puts another function there, which gets the group's
+    The one function: the collective's own kernel for all three, where it has one (`register_reduce_add_norm`); else the collective itself,
+    then add and norm in one pass over the rows (a Triton kernel on CUDA, on `num_ctas` CTAs, by default more of them for more tokens; the
+    ops themselves elsewhere). `fused` puts another function there, which gets the group's
     external inputs: mostly what is reduced, the residual and the norm's weight.
     `wave`: the tokens that fill the device once; the first part is a whole number of waves. Fewer tokens than `min_tokens` stay in one
     piece; where there is a kernel for it, the function serves them too.
@@ -30,13 +31,17 @@ class TokenWeave(Strategy):
 
     def schedule(self, flow: Planner) -> None:
         rows, size = rows_of(flow.flow, self.wave), flow.context.batch_size
-        is_split = can_split_network(flow) and size >= max(2 * rows, rows_of(flow.flow, self.min_tokens))
+        can_split = can_split_network(flow) and size >= max(2 * rows, rows_of(flow.flow, self.min_tokens))
+        has_kernel = self.fused is not None or flow.context.device.startswith("cuda")
+        # the one function alone may be all that pays
+        is_split = can_split and flow.any_of(*(True, False)[: 1 + has_kernel])
         if is_split:
             flow.split([rows * (int(size) // (2 * rows)), -1])
-        elif self.fused is None and not flow.context.device.startswith("cuda"):
+        elif not has_kernel:
             return flow.sequential(f"fewer than {self.min_tokens} tokens or two waves, and no fused kernel on this device")
         shared = next((n for tokens, n in CTAS if size <= rows_of(flow.flow, tokens)), 64)
-        num_ctas = self.num_ctas or (shared if is_split else ALONE)
+        # of the one pass, and of a collective's own kernel, which knows best what it needs beside compute
+        num_ctas = (self.num_ctas,) * 2 if self.num_ctas else (shared, None) if is_split else (ALONE, ALONE_IN_KERNEL)
         comm, order, num_fused = flow.stream("comm", priority=-1), by_stage(flow), 0
         while ready := flow.get_ready_ops():
             r = min(ready, key=order)
@@ -58,7 +63,7 @@ class TokenWeave(Strategy):
             group += [u for u in item.users if u.kind == "memory" and u.part == r.part and u not in group and {*u.needs} <= {*group}]
         return group
 
-    def _function(self, flow: Planner, group: list[ReadyOp], num_ctas: int, is_split: bool) -> Any:
+    def _function(self, flow: Planner, group: list[ReadyOp], num_ctas: tuple[Any, ...], is_split: bool) -> Any:
         if self.fused is not None:
             return self.fused
         bodies = flow.body(group), flow.body(group[:1]), flow.body(group[1:])
@@ -66,5 +71,5 @@ class TokenWeave(Strategy):
             return None
         from dynaflow.functions.add_rms_norm import ReduceAddNorm  # planning alone needs no torch
 
-        function = ReduceAddNorm(*bodies, num_ctas)
+        function = ReduceAddNorm(*bodies, *num_ctas)
         return function if is_split or function.norm is not None else None

@@ -1,6 +1,6 @@
-"""The CUDA side of the emulated network: one kernel that moves the bytes and holds k SMs until the time is over.
+"""The CUDA side of the emulated network: kernels that move the bytes and hold k SMs until the time is over.
 
-It is launched with k CTAs of 512 threads, on the current stream, like any other kernel: a CUDA Graph records it. Each CTA
+Each is launched with k CTAs of 512 threads, on the current stream, like any other kernel: a CUDA Graph records it. Each CTA
  1. reads the device's clock (`%globaltimer`, nanoseconds, the same for all SMs): its deadline is `hold_ns` from then,
  2. moves its share of the elements,
  3. reads the clock until the deadline has passed.
@@ -68,3 +68,41 @@ def hold(
             x, out, out if where is None else where, num, inner, round(hold_us * 1e3), NUM_READ=num_read, NUM_WRITTEN=num_written, SUM=wide,
             HAS_WHERE=where is not None, BLOCK=BLOCK_BYTES // x.element_size(), num_warps=NUM_WARPS)  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["hold_ns"])
+def _hold_norm(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, num_rows, size, eps, hold_ns, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """As an all-reduce of x, with the residual add and the RMS norm of the sum on the way: rounded where the ops round."""
+    deadline = globaltimer() + hold_ns
+    at = tl.arange(0, BLOCK)
+    is_in = at < size
+    w = tl.load(weight_ptr + at, mask=is_in, other=0.0)
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        here = rows.to(tl.int64)[:, None] * size + at[None, :]
+        mask = (rows < num_rows)[:, None] & is_in[None, :]
+        a = tl.load(x_ptr + here, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(residual_ptr + here, mask=mask, other=0.0).to(tl.float32)
+        s = (a + b).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + here, s, mask=mask)
+        f = s.to(tl.float32)
+        n = (f * tl.rsqrt(tl.sum(f * f, 1) / size + eps)[:, None]).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + here, (n * w[None, :]).to(normed_ptr.dtype.element_ty), mask=mask)
+    now = globaltimer()
+    while now < deadline:
+        now = globaltimer()
+
+
+def hold_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, total: torch.Tensor, normed: torch.Tensor, hold_us: float,
+    sms: int,
+) -> None:  # fmt: skip
+    """x + residual into `total`, its RMS norm times weight into `normed`; `sms` SMs are held for `hold_us` or longer. All contiguous."""
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    rows = max(1, BLOCK_BYTES // 2 // (block * x.element_size()))
+    with torch.cuda.device(x.device):
+        _hold_norm[(sms,)](x, residual, weight, total, normed, x.numel() // size, size, eps, round(hold_us * 1e3), ROWS=rows, BLOCK=block,
+                           num_warps=NUM_WARPS)  # fmt: skip

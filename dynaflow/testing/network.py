@@ -270,3 +270,30 @@ def _register_split_rules() -> None:
 
 
 _register_split_rules()
+
+
+# ---------------------------------------------------------------------------- an all-reduce that adds and norms on the way
+
+
+def _all_reduce_add_norm(
+    x: Tensor, numbers: Sequence[Any], residual: Tensor, weight: Tensor, eps: float, total: Tensor, normed: Tensor, num_ctas: int | None
+) -> None:
+    """The kernel that TokenWeave writes for a real link, emulated: the all-reduce's time and SMs, and add and norm meanwhile. A real rank
+    adds and norms its share of the rows, and gets the others' from the link; this one does all of them, in the same time or longer."""
+    from dynaflow.testing.hold import hold_norm  # it needs Triton
+
+    def run(latency_us: float, gbps: float, ranks: int = 2, sms: int = 1) -> None:
+        hold_norm(x, residual, weight, eps, total, normed, duration_us(x, latency_us, gbps, ranks), num_ctas or sms)
+
+    run(*numbers)
+
+
+def _register_functions() -> None:
+    try:
+        from dynaflow.functions.add_rms_norm import register_reduce_add_norm
+    except ImportError:  # this module also serves without the engine
+        return
+    register_reduce_add_norm(all_reduce, _all_reduce_add_norm)
+
+
+_register_functions()

@@ -38,7 +38,8 @@ def times(monkeypatch):
             way()
             way()
         found["num"] += 1
-        return [[us] * 7 for us in found["us"]]
+        *plans, sequential = found["us"]
+        return [[us] * 7 for us in ((plans * len(ways))[: len(ways) - 1] if len(plans) == 1 else plans)] + [[sequential] * 7]
 
     monkeypatch.setattr(contest, "compare", fake_compare)
     return found
@@ -75,7 +76,7 @@ def test_a_slower_plan_does_not_run_and_is_counted(times, options, caplog):
             fast(torch.randn(6, 8), torch.zeros(6, 8))
     ((reason, count),) = df.stats(fast).fallbacks.items()
     assert count == 3 and times["num"] == 1 and not df.stats(fast).num_part_launches
-    assert "not faster than the sequential one: 99 us, sequential 100 us" in reason and reason in caplog.text
+    assert "no plan is faster than the sequential one: 99 us; sequential 100 us" in reason and reason in caplog.text
 
 
 @pytest.mark.parametrize("us", [(50.0, 100.0), (100.0, 50.0)])
@@ -111,18 +112,74 @@ def test_each_size_is_measured_and_remembered(times):
     assert not calls().fallbacks and times["num"] == 2  # as another process would find it
 
 
-class Thirds(df.Strategy):
+def test_another_plan_is_another_contest(times):
+    with torch.no_grad():
+        for strategy in (InParts(2), InParts(3), InParts(2)):
+            compiled(net(), runtime="threads", strategy=strategy)(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 2
+
+
+class Unsure(df.Strategy):
+    """Two parts or three, one order or the other."""
+
     def schedule(self, flow):
-        flow.split(3)
+        flow.split(flow.any_of(2, 3))
+        sign = flow.any_of(1, -1)
+        while ready := flow.get_ready_ops():
+            flow.execute(min(ready, key=lambda r: (r.depth, sign * r.part.lo / r.part.of)))
+
+
+class InParts(df.Strategy):
+    def __init__(self, num_parts):
+        self.num_parts = num_parts
+
+    def schedule(self, flow):
+        flow.split(self.num_parts)
         while ready := flow.get_ready_ops():
             flow.execute(min(ready, key=lambda r: (r.depth, r.part)))
 
 
-def test_another_plan_is_another_contest(times):
+FASTEST = [((50.0, 60.0, 40.0, 70.0, 100.0), 3), ((50.0, 60.0, 70.0, 70.0, 100.0), 2), ((99.0,) * 4 + (100.0,), 1)]
+
+
+@pytest.mark.parametrize("us, num_parts", FASTEST)
+def test_of_a_strategy_s_options_the_fastest_runs(times, us, num_parts):
+    times["us"] = us
+    fast, wanted = compiled(net(), runtime="threads", strategy=Unsure()), InParts(num_parts)
+    plain = compiled(net(), runtime="threads", strategy=wanted, never_slower=False)
     with torch.no_grad():
-        for strategy in (df.TwoBatch(), Thirds(), df.TwoBatch()):
-            compiled(net(), runtime="threads", strategy=strategy)(torch.randn(6, 8), torch.zeros(6, 8))
-    assert times["num"] == 2
+        for call in (fast, plain):
+            call(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 1 and df.stats(fast).num_part_launches == df.stats(plain).num_part_launches
+
+
+def test_without_measuring_the_first_option_is_taken(times):
+    fast = compiled(net(), runtime="threads", strategy=Unsure(), never_slower=False)
+    with torch.no_grad():
+        fast(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 0 and df.stats(fast).plans == 1
+
+
+def test_an_option_that_gives_up_does_not_run(times):
+    class Maybe(df.Strategy):
+        def schedule(self, flow):
+            if flow.any_of(True, False):
+                return flow.sequential("not now")
+            return df.TwoBatch().schedule(flow)
+
+    fast = compiled(net(), runtime="threads", strategy=Maybe())
+    with torch.no_grad():
+        fast(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 1 and df.stats(fast).num_part_launches and not df.stats(fast).fallbacks
+
+
+def test_no_options_are_refused():
+    class Nothing(df.Strategy):
+        def schedule(self, flow):
+            flow.any_of()
+
+    with pytest.raises(df.errors.StrategyError, match="has no options"):
+        df.explain(net(), (torch.randn(6, 8), torch.zeros(6, 8)), strategy=Nothing())
 
 
 def test_padded_sizes_are_measured_as_they_run(times):

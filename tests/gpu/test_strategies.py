@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 import dynaflow as df
 from dynaflow.functions.add_rms_norm import add_rms_norm
+from dynaflow.testing.hold import hold_norm
 from dynaflow.testing.network import all_reduce
 
 PARTITION = [df.SplitFunc(all_reduce, kind="network"), *(df.SplitModule(f"*.{name}") for name in ("o", "norm", "up"))]
@@ -42,6 +43,20 @@ def test_add_and_norm_leave_results_where_they_are_told():
     x, residual, *places = torch.randn(4, 8, 64, device="cuda")
     total, normed = add_rms_norm(x, residual, torch.ones(64, device="cuda"), 1e-5, 4, *places)
     assert total is places[0] and normed is places[1] and torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (7, 4096), (300, 5120), (65, 8192), (3, 1000), (9, 16384)])
+@pytest.mark.parametrize("sms", [1, 16])
+def test_add_and_norm_while_sms_are_held(dtype, rows, size, sms):
+    x, residual = torch.randn(2, rows, size, device="cuda", dtype=dtype)
+    weight = torch.rand(size, device="cuda", dtype=dtype)
+    total, normed = torch.full((2, rows, size), float("nan"), device="cuda", dtype=dtype)
+    hold_norm(x, residual, weight, 1e-5, total, normed, 20.0, sms)
+    assert torch.equal(total, x + residual)
+    wide = total.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    torch.testing.assert_close(normed, expected, rtol=3 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("runtime", ["cuda", "graph"])

@@ -96,7 +96,9 @@ def test_single_batch_takes_names():
 
 
 def test_nano_flow_has_three_lanes_and_two_cuts():
-    made = make(dense(2), NanoFlow(min_tokens=1))
+    uneven = {"compute": (0.375, 0.625), "memory": (0.1875, 0.1875, 0.3125, 0.3125)}
+    assert len(labels(make(dense(2), NanoFlow(min_tokens=1, **uneven)), "memory")) == 4, "finer only where it reads a cache"
+    made = make(dense(2), NanoFlow(min_tokens=1, **uneven), phase="decode")
     assert labels(made, "memory")[:4] == [f"L0.attn {rows}/16" for rows in ("0:3", "3:6", "6:11", "11:16")]
     assert labels(made, "network")[:2] == ["L0.ar 0:3/8", "L0.ar 3:8/8"]
     assert labels(made, "compute")[:6] == [f"L0.{op} {rows}/8" for op in ("qkv", "o", "mlp") for rows in ("0:3", "3:8")]

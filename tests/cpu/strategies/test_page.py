@@ -13,7 +13,7 @@ def test_the_page_is_up_to_date():
 
 def test_an_edited_picture_or_number_is_noticed():
     page = PAGE.read_text(encoding="utf-8")
-    for old, new in (("`DualBatch` | 1", "`DualBatch` | 2"), ("attn 0:3/16", "attn 0:4/16")):
+    for old, new in (("`DualBatch` | 1", "`DualBatch` | 2"), ("attn 2/4", "attn 2/5")):
         edited = page.replace(old, new, 1)
         assert edited != page and rendered(edited) == page
 

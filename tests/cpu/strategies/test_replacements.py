@@ -17,6 +17,7 @@ from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
 from dynaflow.runtime.program import Expr, Program, Unit
 from dynaflow.testing.flows import random_flow
+from dynaflow.testing.network import all_reduce
 from tests.cpu.strategies.models import NETWORK, send
 from tests.ranks.harness import run
 
@@ -298,6 +299,7 @@ def test_the_kernel_s_arguments_and_results_are_at_their_places(monkeypatch, nor
         return tuple(place.copy_(result) for place, result in zip(places, reference(x, residual, weight, eps)))
 
     monkeypatch.setattr(kernel, "is_on_gpu", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(kernel, "_kernels", {})
     monkeypatch.setattr(kernel, "add_rms_norm", noted)
     net, x = Block(norm, add), torch.randn(6, 8)
     partition = [NETWORK, df.SplitModule("up"), df.SplitModule("norm")]
@@ -307,6 +309,46 @@ def test_the_kernel_s_arguments_and_results_are_at_their_places(monkeypatch, nor
     monkeypatch.setattr(kernel, "can_add_rms_norm", lambda *tensors: False)
     torch.testing.assert_close(fast(x), net(x))
     assert calls == [8, 8], "the ops themselves"
+
+
+class Reused(Block):
+    """Somebody else reads what was reduced."""
+
+    def forward(self, x):
+        y = send(self.up(x))
+        return self.norm(x + y) @ self.up.weight + y
+
+
+class Offset(Block):
+    """What is sent is no input as it is."""
+
+    def forward(self, x):
+        y = send(self.up(x) * 2)
+        return self.norm(x + y) @ self.up.weight
+
+
+@pytest.mark.parametrize("kind, num_calls", [(Block, 2), (Reused, 0), (Offset, 2)])
+@pytest.mark.parametrize("options, wanted", [({}, None), ({"num_ctas": 5}, 5)])
+def test_a_collective_s_own_kernel_is_taken_where_it_serves(monkeypatch, kind, num_calls, options, wanted):
+    calls = []
+
+    def own(x, numbers, residual, weight, eps, total, normed, num_ctas):
+        calls.append((numbers, num_ctas))
+        for place, result in zip((total, normed), reference(x, residual, weight, eps)):
+            place.copy_(result)
+
+    def one_pass(x, residual, weight, eps, num_ctas, *places):
+        return tuple(place.copy_(r) if place is not None else r for place, r in zip(places, reference(x, residual, weight, eps)))
+
+    monkeypatch.setattr(kernel, "is_on_gpu", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(kernel, "add_rms_norm", one_pass)
+    monkeypatch.setitem(kernel._kernels, all_reduce, own)
+    net, x = kind(WrittenOut(8), "x + y"), torch.randn(6, 8)
+    partition = [NETWORK, df.SplitModule("up"), df.SplitModule("norm")]
+    fast = df.compile(net, strategy=df.TokenWeave(1, 0, **options), partition=partition, strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), net(x))
+    assert len(calls) == 2 * num_calls and all(ctas == wanted and numbers for numbers, ctas in calls)
 
 
 @pytest.mark.parametrize(("shapes", "dtypes", "can"), [

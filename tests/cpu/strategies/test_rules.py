@@ -12,7 +12,7 @@ from tests.cpu.strategies.plans import chain, dense, fsdp, labels, make, moe
 
 @pytest.mark.parametrize(("strategy", "flow", "small", "large", "why"), [
     (DualBatch(100), moe(1), 99, 100, "fewer than 100 tokens"),
-    (NanoFlow(min_tokens=30), dense(1), 79, 80, "fewer than 30 tokens in a part"),
+    (NanoFlow(min_tokens=30), dense(1), 59, 60, "fewer than 30 tokens in a part"),
     (CommOverlap(4, 50), dense(1), 99, 100, "no network op can be hidden"),
     (TokenWeave(16, 100), dense(1), 99, 100, "fewer than 100 tokens"),
     (TokenWeave(64, 0), dense(1), 127, 128, "two waves"),
@@ -54,7 +54,8 @@ def test_dual_batch_splits_fewer_tokens_where_it_decodes():
 
 
 def test_nano_flow_cuts_less_before_it_gives_up():
-    parts = {size: {launch.calls[0][1] for launch in make(dense(1), NanoFlow(min_tokens=30), size).launches} for size in (100, 160)}
+    made = {size: make(dense(1), NanoFlow(min_tokens=30), size, phase="decode") for size in (100, 160)}
+    parts = {size: {launch.calls[0][1] for launch in plan.launches} for size, plan in made.items()}
     assert len(parts[100]) == 2 and len(parts[160]) == 6
 
 
