@@ -104,13 +104,6 @@ class Variant:
         fast = getattr(self.call, "fast", None)
         return None if fast is None else df.stats(fast)
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """Reason -> calls that fell back for it; of a callable that has several ways, of this one's first call."""
-        if (mine := getattr(self.call, "fallbacks", None)) is not None:
-            return mine  # type: ignore[no-any-return]
-        return {} if self.stats is None else self.stats.fallbacks
-
 
 class _Listening(logging.Handler):
     def __init__(self) -> None:
@@ -186,24 +179,28 @@ class Variants:
         log.addHandler(ear)
         try:
             call = self.builders[name](self.case, self.options)
-            self._steps(call, 4)
+            self.steps(call, 4)
             build_s = time.perf_counter() - turn.waited_s - began
             variant = Variant(name, call, round(build_s, 2))
             if self.is_cuda:
                 self._settled()
                 torch.cuda.reset_peak_memory_stats()
-                self._steps(call, 3)
+                self.steps(call, 3)
                 variant.allocated_mib = round((torch.cuda.max_memory_allocated() - before[0]) / MIB, 1)
                 variant.reserved_mib = round((torch.cuda.max_memory_reserved() - before[1]) / MIB, 1)
         finally:
             log.removeHandler(ear)
             self.case.unmark()
-        fell_back = [f"{n} calls fell back: {reason.splitlines()[0][:200]}" for reason, n in variant.fallbacks.items()]
+        fell_back = (f"{n} calls fell back: {reason.splitlines()[0][:200]}" for reason, n in self.fallbacks(variant).items())
         variant.warnings = [*ear.heard, *fell_back]
         print(f"    {name}: built in {build_s:.1f} s", *variant.warnings, sep="\n      ", flush=True)
         return variant
 
-    def _steps(self, call: Call, count: int) -> None:
+    def fallbacks(self, variant: Variant) -> Mapping[str, int]:
+        """Reason -> calls that fell back for it."""
+        return {} if variant.stats is None else variant.stats.fallbacks
+
+    def steps(self, call: Call, count: int) -> None:
         for number in range(count):
             self.case.reset()
             call(number)

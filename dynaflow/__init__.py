@@ -4,6 +4,7 @@ from dynaflow.annotate import SplitFunc, SplitModule, mark
 from dynaflow.batching import register_split_rule, rowwise
 from dynaflow.capture import compile, run_serialised, stats
 from dynaflow.check import check
+from dynaflow.contest import unmeasured
 from dynaflow.context import context
 from dynaflow.errors import DynaFlowError, PlanRefused, StrategyError
 from dynaflow.explain import explain
@@ -36,5 +37,5 @@ __all__ = [
     "Branches", "CommOverlap", "DualBatch", "DynaFlowError", "Flow", "FusedGemm", "Mixed", "NanoBatch", "NanoFlow", "Offload", "Op",
     "Part", "Plan", "PlanRefused", "PrefillDecode", "Sequential", "SingleBatch", "SplitFunc", "SplitModule", "Strategy",
     "StrategyError", "TokenWeave", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload", "place",
-    "profile", "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "verify",
+    "profile", "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "unmeasured", "verify",
 ]  # fmt: skip

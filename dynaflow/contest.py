@@ -13,8 +13,10 @@ import hashlib
 import json
 import logging
 import statistics
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
@@ -29,6 +31,24 @@ if TYPE_CHECKING:
     from dynaflow.engine import CapturedGraph
 
 log = logging.getLogger("dynaflow")
+
+_measures: ContextVar[bool] = ContextVar("measures", default=True)
+
+
+def is_measuring() -> bool:
+    return _measures.get()
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Calls inside compile all that `never_slower=True` measures, and run the strategy's own plan. Measuring is left to the first call
+    behind: to when nobody else uses the device, say."""
+    token = _measures.set(False)
+    try:
+        yield
+    finally:
+        _measures.reset(token)
+
 
 # calls per round where ranks run together: no rank may decide for itself
 NUM_TOGETHER = 3
@@ -49,7 +69,7 @@ class Outcome:
 def contest(
     graph: CapturedGraph, bounds: Sequence[Bound], sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]
 ) -> Outcome | None:
-    """None where nothing can be measured: inside of the caller's own recording, or where there is no room for the copies."""
+    """None where nothing is measured: inside of `unmeasured` or the caller's own recording, or where there is no room for the copies."""
     if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     is_shared = uses_groups(graph.flow)
@@ -62,6 +82,8 @@ def contest(
             given = _copies(graph, sizes, args)
             before = Before([given[i] for i in sorted(graph.changed)])
             ways = [_again(graph, each, given, before) for each in (*bounds, sequential)]
+            if not is_measuring():
+                return None  # all is compiled
             *mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
     except torch.OutOfMemoryError:
         log.warning("%s: there is no room to measure its plan against the sequential one; it is kept", graph.settings.name)

@@ -27,7 +27,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
-from dynaflow.contest import contest
+from dynaflow.contest import contest, is_measuring
 from dynaflow.context import ALL, Context, current_tags
 from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import Inductor, compile_captured
@@ -98,6 +98,8 @@ class CapturedGraph:
         self._steady: dict[tuple[Any, ...], Bound] = {}
         self._is_analysed = False
         self.compiler: Inductor | None = None
+        # contexts whose plans are still to be measured
+        self._unmeasured: set[Any] = set()
         # tags that a plan looked at: others do not tell contexts apart
         self._tags_read: tuple[str, ...] = ()
         self.plans: list[Planned] = []
@@ -245,7 +247,7 @@ class CapturedGraph:
         if self.refusal is not None:
             return self._fall_back(self.refusal, args)
         sizes, tags = self.read_sizes(args), current_tags()
-        bound = self._bound.get(self._key(sizes, tags))
+        bound = self._known(sizes, tags)
         if bound is None:
             bound = self._prepare(sizes, tags, args)
         is_counted = isinstance(bound, Fallback) and not bound.is_wanted
@@ -269,7 +271,8 @@ class CapturedGraph:
             if outputs is None and self._has_captured_aliases(args) and self._is_bound_aligned(args):
                 outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
             if outputs is not None:
-                if padded == sizes and self._plain_outputs is not None and not self._tags_read and not is_counted:
+                is_steady = padded == sizes and self._plain_outputs is not None and not is_counted
+                if is_steady and not self._tags_read and not self._unmeasured:
                     self._steady[sizes] = wider
                 return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
         if not self._has_captured_aliases(args):
@@ -307,7 +310,7 @@ class CapturedGraph:
 
     def _at(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | None:
         """The plan for sizes that a call is padded to; None where they cannot be planned."""
-        ready = self._bound.get(self._key(sizes, tags)) or self._prepare(sizes, tags, args)
+        ready = self._known(sizes, tags) or self._prepare(sizes, tags, args)
         if isinstance(ready, Fallback):
             self._note(ready)
             return ready.bound
@@ -331,9 +334,8 @@ class CapturedGraph:
             return lambda: self._whole(*given)
         aligned = list(self._aligned(given))
         self._issue(bound, aligned)  # kernels load, libraries make their workspaces
-        if self._recordings is not None and (recording := self._recordings.trial(aligned, self._body(bound))) is not None:
-            return recording.replay
-        return lambda: self._issue(bound, aligned)
+        replay = self._recordings.trial(aligned, self._body(bound)) if self._recordings is not None else None
+        return replay or (lambda: self._issue(bound, aligned))
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
@@ -349,7 +351,7 @@ class CapturedGraph:
     def _prepare(self, sizes: tuple[Any, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         """What runs for sizes and tags that are seen for the first time."""
         with self.settings.lock:
-            bound = self._bound.get(self._key(sizes, tags))
+            bound = self._known(sizes, tags)
             if bound is None:
                 try:
                     bound = self._bind(sizes, tags, args)
@@ -367,8 +369,18 @@ class CapturedGraph:
                     oldest = next(iter(self._bound))
                     self._bound.pop(oldest)
                     self._steady.pop(oldest, None)
-                self._bound[self._key(sizes, tags)] = bound
+                key = self._key(sizes, tags)
+                self._bound[key] = bound
+                if self.settings.never_slower and not is_measuring():
+                    self._unmeasured.add(key)
+                else:
+                    self._unmeasured.discard(key)
             return bound
+
+    def _known(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Bound | Fallback | None:
+        """What runs for sizes and tags that were seen before; None where that is to be measured first."""
+        key = self._key(sizes, tags)
+        return None if self._unmeasured and key in self._unmeasured and is_measuring() else self._bound.get(key)
 
     def _bind(self, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         batch_sizes = {sizes[i] for i in self._batch_at}

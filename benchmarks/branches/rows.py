@@ -138,7 +138,7 @@ def _train_timm(name: str, batch: int, title: str) -> Row:
 
     size = partial(vision.image_size, name)
     return Row(f"train {title} b={batch}", make, partial(_images, name, batch), {"batch": batch, "image": size(False)}, TRAINING,
-               is_channels_last=True, calibrated_on=size)  # fmt: skip
+               is_channels_last=True, calibrated_on=size, repeats=False)  # fmt: skip
 
 
 # -- text, and what goes with it
@@ -164,7 +164,7 @@ def _train_lora(tokens: int) -> Row:
         return vision.Squared(language.lora_llama(tiny), "last_hidden_state")
 
     return Row(f"train lora-llama {tokens} tokens", make, partial(_embeddings, LLAMA_3_8B, 1, tokens),
-               {"tokens": tokens, "layers": 2, "rank": lora.RANK, "lora": lora.which()}, TRAINING, state={"use_cache": False},
+               {"tokens": tokens, "layers": 2, "rank": lora.RANK, "lora": lora.which()}, TRAINING, state={"use_cache": False}, repeats=False,
                trained=lambda module: [parameter for _, parameter in lora.adapters(module)])  # fmt: skip
 
 

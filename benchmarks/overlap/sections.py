@@ -26,11 +26,14 @@ def measured(case: Case, variants: Variants, strategies: Sequence[str], num_roun
     names = [*SHARED, *(n for s in strategies for n in (one_stream(s), s))]
     made = variants.some(*names)
     turn.take()
+    gave_up = {s: variants.choose(s) for s in strategies if s in made}
+    for variant in made.values():
+        variants.steps(variant.call, 3)
     times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds, has_device=False)
-    return {s: _result(case, variants, times, s) for s in strategies}
+    return {s: _result(case, variants, times, s, gave_up.get(s, "")) for s in strategies}
 
 
-def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: str) -> Result:
+def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: str, gave_up: str) -> Result:
     figures = {n: t.figures() for n, t in times.items()}
     found: Result = {
         "repetitions": len(times[SEQUENTIAL].all) if SEQUENTIAL in times else 0, "emulated": True,
@@ -46,10 +49,9 @@ def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: st
         return found | {"note": "; ".join(notes), "targets": missed, "is_available": not is_known}
     variant = variants.get(name)
     assert variant is not None, name
-    gave_up = next(iter(variant.fallbacks), "").splitlines()[:1]
-    notes += [f"gave up: {gave_up[0]}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
+    notes += [f"gave up: {gave_up}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
     found |= gains(times, name, bool(gave_up)) | equal(case, variants, name)
-    return found | {"gave_up": gave_up[0] if gave_up else "", "note": "; ".join(notes), "targets": targets(found, bool(gave_up))}
+    return found | {"gave_up": gave_up, "note": "; ".join(notes), "targets": targets(found, bool(gave_up))}
 
 
 def gains(times: Mapping[str, Times], name: str, gave_up: bool = False) -> Result:

@@ -473,15 +473,20 @@ class Recordings:
                 log.warning("%s cannot be recorded in a CUDA Graph and runs launch by launch: %s", self._name, error)
                 return None
 
-    def trial(self, given: Sequence[Any], body: Body) -> Recording | None:
-        """One that nobody keeps; None where nothing can be recorded."""
+    def trial(self, given: Sequence[Any], body: Body) -> Callable[[], None] | None:
+        """The replay of a recording that is not kept for calls; None where nothing can be recorded."""
         with self._pool.lock:
             self._pool.enter(self._device)
             try:
-                return self._record(given, body)
+                recording = self._record(given, body)
             except _Unrecordable as error:
                 log.info("%s cannot be recorded in a CUDA Graph: %s", self._name, error)
                 return None
+
+        def replay() -> None:
+            recording.replay()  # not this function alone: what it writes to is the recording's
+
+        return replay
 
     def _record(self, given: Sequence[Any], body: Body) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:

@@ -1,5 +1,8 @@
 """never_slower: the faster of plan and sequential runs, what was measured is said and remembered, and measuring shows nowhere."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 import dynaflow as df
 from dynaflow import contest
 from dynaflow.errors import OptionError
+from dynaflow.runtime import graphs
 
 
 class Net(nn.Module):
@@ -180,6 +184,55 @@ def test_no_options_are_refused():
 
     with pytest.raises(df.errors.StrategyError, match="has no options"):
         df.explain(net(), (torch.randn(6, 8), torch.zeros(6, 8)), strategy=Nothing())
+
+
+@pytest.mark.parametrize("us, has_parts", [((50.0, 100.0), True), ((100.0, 50.0), False)])
+@pytest.mark.parametrize("options", RUNTIMES[:2], ids=str)
+def test_unmeasured_calls_leave_it_to_later_ones(times, us, has_parts, options):
+    times["us"] = us
+    model = net()
+    fast = compiled(model, **options)
+    with torch.no_grad():
+        with df.unmeasured():
+            for _ in range(3):
+                fast(torch.randn(6, 8), torch.zeros(6, 8))
+        assert times["num"] == 0 and df.stats(fast).num_part_launches and not df.stats(fast).fallbacks
+        before = df.stats(fast).num_part_launches
+        for _ in range(3):
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 1 and (df.stats(fast).num_part_launches > before) is has_parts
+    assert sum(df.stats(fast).fallbacks.values()) == (0 if has_parts else 3) and int(model.count) == 6
+
+
+def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
+    class Recorder:
+        def begin(self): ...
+        def abort(self): ...
+        def end(self):
+            return lambda: None
+
+    class Body:
+        changed = promised = ()
+
+        def prepare(self):
+            made = [torch.zeros(4)]
+            self.made = weakref.ref(made[0])
+            return made
+
+        def has_steps(self):
+            return False
+
+        def __call__(self, given, between, outputs): ...
+
+    recordings, body = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool()), Body()
+    monkeypatch.setattr(recordings, "make_recorder", Recorder)
+    replay = recordings.trial([], body)
+    gc.collect()
+    assert body.made() is not None
+    replay()
+    del replay
+    gc.collect()
+    assert body.made() is None
 
 
 def test_padded_sizes_are_measured_as_they_run(times):
