@@ -164,8 +164,8 @@ def _train_lora(tokens: int) -> Row:
         return vision.Squared(language.lora_llama(tiny), "last_hidden_state")
 
     return Row(f"train lora-llama {tokens} tokens", make, partial(_embeddings, LLAMA_3_8B, 1, tokens),
-               {"tokens": tokens, "layers": 2, "rank": lora.RANK, "lora": lora.which()}, TRAINING, state={"use_cache": False}, repeats=False,
-               trained=lambda module: [parameter for _, parameter in lora.adapters(module)])  # fmt: skip
+               {"tokens": tokens, "layers": 2, "rank": lora.RANK, "lora": lora.which()}, TRAINING, repeats=False,
+               state={"use_cache": False}, trained=lambda module: [parameter for _, parameter in lora.adapters(module)])  # fmt: skip
 
 
 def _decoder(name: str, make: Callable[[bool], nn.Module], settings: dict[str, Any], tokens: int) -> Row:

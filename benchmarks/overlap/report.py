@@ -101,8 +101,8 @@ def markdown(rows: Sequence[Result]) -> str:
         "# What overlap hides", "",
         f"Made by `python -m benchmarks.overlap` on {store.where(rows)}: one rank of each model, eight layers (two of those with experts), "
         "bf16, random weights, in CUDA Graphs. **The network is emulated**: a kernel moves the bytes locally and holds the SMs and the "
-        "time that a named link would take ([how](runtimes.md#an-emulated-network)). Do not edit. Every row carries its own date and commit "
-        "in [overlap.json](../benchmarks/results/overlap.json).", "",
+        "time that a named link would take ([how](runtimes.md#an-emulated-network)). Do not edit. Every row carries its own date and "
+        "commit in [overlap.json](../benchmarks/results/overlap.json).", "",
         f"{s['met']} of {s['targets']} targets are met; {s['measured']} of {s['rows']} rows are measured.", "",
         "Strategies run with `never_slower=True`: where none of a strategy's plans is measured to be faster, the sequential one runs, and "
         "the row says so. `one stream`: the strategy's parts and order, not overlapped. `beside`: compute and network at once on two "
