@@ -56,11 +56,19 @@ def compiled(**settings: Any) -> Builder:
     return build
 
 
-def graphed(is_compiled: bool = True) -> Builder:
+def plain(case: Case) -> Any:
+    return case.module
+
+
+def with_inductor(case: Case) -> Any:
+    return torch.compile(entry(case.module))
+
+
+def graphed(callable_of: Callable[[Case], Any] = with_inductor) -> Builder:
     """The module, compiled or not, inside one torch.cuda.graph over static inputs; a call copies its inputs into them."""
 
     def build(case: Case, _: Mapping[str, Any]) -> Call:
-        fast = torch.compile(entry(case.module)) if is_compiled else case.module
+        fast = callable_of(case)
         static = {name: x.clone() for name, x in case.sets[0].items()}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

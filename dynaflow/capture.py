@@ -171,7 +171,7 @@ def compile(
     borrow: bool = False,
     fixed_weights: bool = False,
     never_slower: bool = False,
-    max_memory: float = 1.25,
+    max_memory: float | None = None,
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Any:
     """Run `model` (a module or a function) under the plans that `strategy` makes.
@@ -193,7 +193,7 @@ def compile(
     never_slower  for each size, the strategy's plan is timed against the sequential one before it is used, on copies of what a call
                   changes, and runs where it is faster (on all ranks); remembered on disk
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
-                  inputs included
+                  inputs included. None: 1.25 times, or 256 MiB more where that is more: libraries keep 32 MiB and more per stream
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")

@@ -137,12 +137,12 @@ class Before:
             tensor.copy_(old)
 
 
-# cuBLAS keeps a workspace for every stream that it runs on, for good
-_PRODUCT = re.compile(r"(?:^|[.])(?:_?mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|matmul|_\w*_mm|_addmm_activation)(?:[.]|$)")
+# cuBLAS keeps a workspace for every stream that it runs on, for good; some convolutions are its products
+_PRODUCT = re.compile(r"(?:^|[.])(?:convolution|_?mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|matmul|_\w*_mm|_addmm_activation)(?:[.]|$)")
 
 
 def is_product(target: str) -> bool:
-    """Whether what a kernel calls is a product of matrices by cuBLAS."""
+    """Whether what a kernel calls is, or may be, a product of matrices by cuBLAS."""
     return _PRODUCT.search(target) is not None
 
 

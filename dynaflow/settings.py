@@ -72,8 +72,8 @@ class Settings:
     fixed_weights: bool = False
     # a plan is kept where it is measured to be faster than the sequential one
     never_slower: bool = False
-    # a plan of kernels that is chosen may hold this many times what Inductor's own order would
-    max_memory: float = 1.25
+    # a plan of kernels that is chosen may hold this many times what Inductor's own order would; None: see dynaflow/trials.py
+    max_memory: float | None = None
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
@@ -166,7 +166,8 @@ def read_settings(**options: Any) -> Settings:
         raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
     if settings.partition == "kernels" and settings.compiler == "eager":
         raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
-    if isinstance(settings.max_memory, bool) or not isinstance(settings.max_memory, (int, float)) or settings.max_memory < 1:
+    factor = settings.max_memory
+    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1):
         raise OptionError(f"max_memory={settings.max_memory!r} is no factor.", fix="give a number from 1 up, such as 1.25")
     buckets = settings.buckets
     if buckets is not None and settings.runtime != "graph":

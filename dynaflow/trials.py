@@ -13,7 +13,7 @@ import json
 import logging
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
@@ -50,6 +50,8 @@ log = logging.getLogger("dynaflow")
 NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
 # of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
 AS_FAST = 1.02
+# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more
+MAX_MEMORY, SPARE_BYTES = 1.25, 256 * 2**20
 
 INDUCTOR, ONE_STREAM = "Inductor", "one stream"
 
@@ -110,7 +112,7 @@ class Trials:
         candidates = [c for c in search(flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
         # the simulator is not the device: the best of each kind, not the best few, which are much alike
         kinds = {c.kind: c for c in reversed(candidates)}
-        best_first = sorted(kinds.values(), key=lambda c: c.simulated_us)
+        best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]
         best = self._try({ONE_STREAM: serial} | self._within_memory(best_first, NUM_TRIED, serial))
         if best not in kinds:
             return best
@@ -123,8 +125,9 @@ class Trials:
 
     def _limit(self, serial: Bound) -> float:
         """What a plan may hold, what it is given aside."""
-        given_bytes = _num_bytes(self._given)
-        return (serial.peak_bytes + given_bytes) * self._region.settings.max_memory - given_bytes
+        given_bytes, factor = _num_bytes(self._given), self._region.settings.max_memory
+        held = serial.peak_bytes + given_bytes
+        return (max(MAX_MEMORY * held, held + SPARE_BYTES) if factor is None else factor * held) - given_bytes
 
     def _num_rows(self, serial: Bound) -> dict[str, int]:
         """Products are measured on as many streams as there is room for their workspaces: these stay."""
@@ -149,7 +152,7 @@ class Trials:
             if self._held(bound) <= limit:
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
-                log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%g)", self._region.name, candidate.kind,
+                log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%s)", self._region.name, candidate.kind,
                          self._held(bound) / 2**20, limit / 2**20, self._region.settings.max_memory)  # fmt: skip
             if len(found) == count:
                 break
@@ -183,6 +186,11 @@ class Trials:
 
     def _bind(self, plan: Plan) -> Bound:
         return Binder(plan, self._kernels.program).bind({})
+
+
+def _has_idle_streams(candidate: Candidate, others: Iterable[Candidate]) -> bool:
+    """Whether fewer streams come to the same: each that is tried, libraries keep memory for."""
+    return any(c.num_streams < candidate.num_streams and c.simulated_us <= candidate.simulated_us * AS_FAST for c in others)
 
 
 def _least(times: Mapping[str, float], num_streams: Mapping[str, int]) -> str:

@@ -14,7 +14,7 @@ import torch
 import dynaflow as df
 from benchmarks.cases import Call, Case
 from benchmarks.store import Result
-from benchmarks.variants import entry
+from benchmarks.variants import NotAvailable, entry
 from dynaflow.costs import bound_us, critical_path_us, total_work_us
 from dynaflow.explain_kernels import ExplainedKernels, explain_case
 from dynaflow.ongoing import serialised
@@ -28,7 +28,19 @@ NAME = "dynaflow"
 def build(case: Case, options: Mapping[str, Any]) -> Call:
     """`torch.compile(model, backend="dynaflow")` and nothing else; `options` are those of --options."""
     fast = torch.compile(entry(case.module), backend=_backend(), **({"options": dict(options)} if options else {}))
+    _compiled[id(case)] = fast
     return lambda number: case.finish(fast(**case.args(number)))
+
+
+# id of a case -> what `build` made of it
+_compiled: dict[int, Any] = {}
+
+
+def compiled(case: Case) -> Any:
+    """What `build` made and calls have warmed up, to be put into the caller's own CUDA Graph."""
+    if id(case) not in _compiled:
+        raise NotAvailable(f"{NAME} itself was not built")
+    return _compiled[id(case)]
 
 
 def _backend() -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.branches import ours
 from benchmarks.branches.rows import Case
-from benchmarks.branches.variants import BASELINES, COMPILE, COMPILE_GRAPH, EAGER, EAGER_GRAPH, MAX_AUTOTUNE, OURS, Variants
+from benchmarks.branches.variants import BASELINES, COMPILE, COMPILE_GRAPH, EAGER, EAGER_GRAPH, MAX_AUTOTUNE, OURS, OURS_GRAPH, Variants
 from benchmarks.cases import Call
 from benchmarks.measure import ratio, side_by_side
 from benchmarks.store import Result
@@ -23,7 +23,7 @@ def time_section(case: Case, variants: Variants, names: Sequence[str], num_round
     made = variants.some(*names)
     times = side_by_side(case, {name: v.call for name, v in made.items()}, variants.device, num_rounds)
     figures = {name: t.figures() | _memory(made[name]) | {"build_s": made[name].build_s} for name, t in times.items()}
-    baselines = {name: f for name, f in figures.items() if name != OURS}
+    baselines = {name: f for name, f in figures.items() if name not in (OURS, OURS_GRAPH)}
     against = min((n for n in BASELINES if n in baselines), key=lambda n: baselines[n]["median_ms"], default=None)
     found: Result = {
         "repetitions": min((len(t.all) for t in times.values()), default=0), "ours": figures.get(OURS), "baselines": baselines,
@@ -34,6 +34,9 @@ def time_section(case: Case, variants: Variants, names: Sequence[str], num_round
         limit = ours.bound()
         found |= {"speedup": pair["ratio"], "interval": [pair["low"], pair["high"]], "device_speedup": pair.get("device_ratio"),
                   "bound": round(baselines[against]["median_ms"] / limit["ms"], 4) if limit else None, "bound_of": limit}  # fmt: skip
+    if OURS_GRAPH in times and COMPILE_GRAPH in times:  # both in the caller's own CUDA Graph
+        pair = ratio(times[COMPILE_GRAPH], times[OURS_GRAPH])
+        found |= {"in_graph": figures[OURS_GRAPH], "speedup_in_graph": pair["ratio"], "interval_in_graph": [pair["low"], pair["high"]]}
     return found | {"note": "; ".join(_notes(made, variants, names, baselines, against))}
 
 
@@ -71,6 +74,8 @@ def equal_section(case: Case, variants: Variants, names: Sequence[str], count: i
         return {"equal": "not measured", "differences": {}}
     call = made[OURS].call
     references = {"one stream": ours.one_stream(call)}
+    if OURS_GRAPH in names and (in_graph := variants.get(OURS_GRAPH)) is not None:
+        references[OURS_GRAPH] = in_graph.call
     if (plain := made.get(COMPILE_GRAPH) or made.get(COMPILE)) is not None:
         references[COMPILE] = plain.call
     before = case.sets

@@ -9,12 +9,14 @@ from benchmarks import variants
 from benchmarks.branches import ours
 from benchmarks.branches.rows import Row
 from benchmarks.cases import Call, Case
-from benchmarks.variants import compiled, graphed
+from benchmarks.variants import compiled, graphed, plain
 
 EAGER, EAGER_GRAPH = "eager", "eager+graph"
 COMPILE, COMPILE_GRAPH = "torch.compile", "torch.compile+graph"
 REDUCE, MAX_AUTOTUNE = "reduce-overhead", "max-autotune"
 OURS = ours.NAME
+# inside of the caller's own CUDA Graph, as the baselines are: no guards, no copies of outputs
+OURS_GRAPH = "dynaflow+graph"
 
 
 def _eager(case: Case, _: Mapping[str, Any]) -> Call:
@@ -24,21 +26,24 @@ def _eager(case: Case, _: Mapping[str, Any]) -> Call:
 class Variants(variants.Variants):
     builders = {
         EAGER: _eager,
-        EAGER_GRAPH: graphed(is_compiled=False),
+        EAGER_GRAPH: graphed(plain),
         COMPILE: compiled(),
         COMPILE_GRAPH: graphed(),
         REDUCE: compiled(mode="reduce-overhead"),
         MAX_AUTOTUNE: compiled(mode="max-autotune"),
         OURS: ours.build,
+        OURS_GRAPH: graphed(ours.compiled),
     }  # fmt: skip
-    on_cuda_only = frozenset({EAGER_GRAPH, COMPILE_GRAPH, REDUCE, MAX_AUTOTUNE})
+    on_cuda_only = frozenset({EAGER_GRAPH, COMPILE_GRAPH, OURS_GRAPH, REDUCE, MAX_AUTOTUNE})
 
 
 def names(row: Row, is_cuda: bool) -> tuple[str, ...]:
     """The variants of a row, max-autotune last: it takes the longest to make."""
     if not is_cuda:
         return EAGER, COMPILE, OURS
-    return (EAGER, COMPILE, REDUCE, OURS, MAX_AUTOTUNE) if row.is_training else (EAGER_GRAPH, COMPILE_GRAPH, OURS, MAX_AUTOTUNE)
+    if row.is_training:
+        return EAGER, COMPILE, REDUCE, OURS, MAX_AUTOTUNE
+    return EAGER_GRAPH, COMPILE_GRAPH, OURS, OURS_GRAPH, MAX_AUTOTUNE
 
 
 # the baselines that a speedup may be against: the fastest of them is

@@ -26,14 +26,14 @@ def measured(case: Case, variants: Variants, strategies: Sequence[str], num_roun
     names = [*SHARED, *(n for s in strategies for n in (one_stream(s), s))]
     made = variants.some(*names)
     turn.take()
-    gave_up = {s: variants.choose(s) for s in strategies if s in made}
+    chosen = {s: variants.choose(s) for s in strategies if s in made}
     for variant in made.values():
         variants.steps(variant.call, 3)
     times = side_by_side(case, {n: v.call for n, v in made.items()}, variants.device, num_rounds, has_device=False)
-    return {s: _result(case, variants, times, s, gave_up.get(s, "")) for s in strategies}
+    return {s: _result(case, variants, times, s, *chosen.get(s, ("", False))) for s in strategies}
 
 
-def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: str, gave_up: str) -> Result:
+def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: str, gave_up: str, is_split: bool) -> Result:
     figures = {n: t.figures() for n, t in times.items()}
     found: Result = {
         "repetitions": len(times[SEQUENTIAL].all) if SEQUENTIAL in times else 0, "emulated": True,
@@ -51,25 +51,31 @@ def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: st
     assert variant is not None, name
     notes += [f"gave up: {gave_up}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
     found |= gains(times, name, bool(gave_up)) | equal(case, variants, name)
-    return found | {"gave_up": gave_up, "note": "; ".join(notes), "targets": targets(found, bool(gave_up))}
+    found |= {"gave_up": gave_up, "is_split": is_split, "note": "; ".join(notes)}
+    return found | {"targets": targets(found)}
 
 
 def gains(times: Mapping[str, Times], name: str, gave_up: bool = False) -> Result:
-    """Speedup over sequential, and how much of the time that could be hidden is.
-
-    Hideable is the shorter of compute and network, each alone; beside is what both take less side by side than one after the other: the
-    same kernels, so what they cannot share of the device is known. Hidden is what overlapping saves over the same parts on one stream.
-    """
-    ms = {n: statistics.median(t.all) for n, t in times.items()}
-    found: Result = {}
+    """Speedup over sequential with its interval, and what follows from the medians."""
     speedup = ratio(times[SEQUENTIAL], times[name])
-    found |= {"speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
+    found = {"speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
+    return found | hidden({n: statistics.median(t.all) for n, t in times.items()}, name, gave_up)
+
+
+def hidden(ms: Mapping[str, float], name: str, gave_up: bool = False) -> Result:
+    """How much of the time that could be hidden is.
+
+    Hideable is the shorter of compute and network, each alone; beside is what the same kernels save side by side, against one after the
+    other as the sequential plan runs them (not against the sum of both alone: a device that only computes gets hot, and slow). Hidden is
+    what overlapping saves over the same parts on one stream.
+    """
+    found: Result = {}
     if COMPUTE in ms and NETWORK in ms:
         found["bound"] = round(ms[SEQUENTIAL] / max(ms[COMPUTE], ms[NETWORK]), 4)
         found["hideable_ms"] = round(min(ms[COMPUTE], ms[NETWORK]), 5)
         if BESIDE in ms:
             found["bound_beside"] = round(ms[SEQUENTIAL] / ms[BESIDE], 4)
-            found["hideable_beside_ms"] = round(ms[COMPUTE] + ms[NETWORK] - ms[BESIDE], 5)
+            found["hideable_beside_ms"] = round(ms[SEQUENTIAL] - ms[BESIDE], 5)
     if one_stream(name) in ms and not gave_up:
         found["hidden_ms"] = round(ms[one_stream(name)] - ms[name], 5)
         for share, of in (("hidden_share", "hideable_ms"), ("hidden_share_beside", "hideable_beside_ms")):
@@ -78,9 +84,10 @@ def gains(times: Mapping[str, Times], name: str, gave_up: bool = False) -> Resul
     return found
 
 
-def targets(found: Result, gave_up: bool) -> list[Result]:
+def targets(found: Result) -> list[Result]:
+    """No row may lose; one whose plan splits the batch, and gains by that, must hide what can be hidden."""
     wanted = [target("speedup over sequential (emulated)", found["speedup"], MIN_SPEEDUP, at_least=True)]
-    if not gave_up and found["speedup"] >= PAYS:
+    if found["is_split"] and found["speedup"] >= PAYS:
         share = found.get("hidden_share_beside", found.get("hidden_share"))
         wanted.append(target("share of the hideable network time hidden (emulated)", share, MIN_HIDDEN, at_least=True))
     return wanted

@@ -231,9 +231,10 @@ class Variants(variants.Variants):
     def fallbacks(self, variant: variants.Variant) -> Mapping[str, int]:
         return {}  # several ways share a callable: `choose` tells them apart
 
-    def choose(self, name: str) -> str:
-        """Let a strategy's plans be measured. Why it gave up; empty where it did not."""
+    def choose(self, name: str) -> tuple[str, bool]:
+        """Let a strategy's plans be measured. (why it gave up, empty where it did not; whether its plan splits the batch)"""
         call = self._made[name].call
-        before = Counter(df.stats(call.fast).fallbacks)  # type: ignore[attr-defined]
+        stats = df.stats(call.fast)  # type: ignore[attr-defined]
+        fallbacks, num_in_parts = Counter(stats.fallbacks), stats.num_part_launches
         self.steps(call, 1)
-        return next(iter(df.stats(call.fast).fallbacks - before), "").partition("\n")[0]  # type: ignore[attr-defined]
+        return next(iter(stats.fallbacks - fallbacks), "").partition("\n")[0], stats.num_part_launches > num_in_parts
