@@ -53,6 +53,17 @@ def _branches() -> tuple[str, str, str]:
     return what, f"{result} ([all](docs/branches.md))", "branches"
 
 
+def _overlap() -> tuple[str, str, str]:
+    """One rank of many on one GPU; the network is emulated, and called so."""
+    data = _load("overlap")
+    best = {name: max((r for r in data["rows"] if r["config"]["strategy"] == name and r["speedup"]), key=lambda r: r["speedup"])
+            for name in data["summary"]["strategies"]}  # fmt: skip
+    found = "; ".join(f"{name} up to {r['speedup']:.2f}x ({r['config']['workload']})" for name, r in best.items())
+    s = data["summary"]
+    what = f"strategies on one rank of tensor-, expert- and sequence-parallel models, network emulated, {s['measured']} rows, one H200"
+    return what, f"{found}; least of all rows {s['min_speedup']:.2f}x ([all](docs/overlap.md))", "overlap"
+
+
 def _loopback() -> tuple[str, str, str]:
     """Two real processes; the link between them is emulated, and called so."""
     rows = [r for r in _load("loopback")["rows"] if r["config"]["strategy"] == "TwoBatch"]
@@ -67,6 +78,7 @@ def table() -> str:
         _models("models-cuda", "eager ops, CUDA streams of one H200"),
         *_backend(),
         _branches(),
+        _overlap(),
         _loopback(),
         (
             f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more",

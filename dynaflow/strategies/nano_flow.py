@@ -17,8 +17,8 @@ class NanoFlow(Strategy):
     memory  |        attn 0a  attn 0b  attn 1a  attn 1b
     network |                          ar 0   ar 1   ...
 
-    Memory ops are those that `memory_ops` names (globs): attention that reads a cache, which leaves room for matrix products beside it.
-    Where the tag phase="decode" says that there is one, they are cut finer than the others, at the same places.
+    Memory ops are those that `memory_ops` names (globs), where the tag phase="decode" says that attention reads a cache, and leaves room for
+    matrix products beside it. They are cut finer than the others, at the same places.
     `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
     Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
     """
@@ -37,20 +37,23 @@ class NanoFlow(Strategy):
         self.memory_ops, self.sms = memory_ops, dict(sms or {})
 
     def schedule(self, flow: Planner) -> None:
-        if not can_split_network(flow) and not any(self._lane(op) == "memory" and not op.unsplittable for op in flow.ops):
+        # attention over a prompt is products: beside others it gains nothing
+        memory_ops = self.memory_ops if flow.context.tags.get("phase") == "decode" else ()
+
+        def lane(op: Op) -> str:
+            return op.kind if op.kind in ("network", "copy") else "memory" if is_named(op.name, memory_ops) else "compute"
+
+        if not can_split_network(flow) and not any(lane(op) == "memory" and not op.unsplittable for op in flow.ops):
             return flow.sequential("no network or memory op can be split")
         rows = rows_of(flow.flow, self.min_tokens)
         if flow.context.batch_size < ceil(rows / min(self.compute)):
             return flow.sequential(f"fewer than {self.min_tokens} tokens in a part")
         flow.split(self.compute)
-        if flow.context.tags.get("phase") == "decode" and flow.context.batch_size >= ceil(rows / min(self.memory)):
-            flow.split(self.memory, ops=lambda op: self._lane(op) == "memory" and not op.unsplittable)
-        for lane in LANES:
-            flow.stream(lane, priority=-1 if lane == "network" else 0, sms=self.sms.get(lane))
-        order = by_stage(flow, sends=lambda op: self._lane(op) != "compute")
+        if flow.context.batch_size >= ceil(rows / min(self.memory)):
+            flow.split(self.memory, ops=lambda op: lane(op) == "memory" and not op.unsplittable)
+        for name in LANES:
+            flow.stream(name, priority=-1 if name == "network" else 0, sms=self.sms.get(name))
+        order = by_stage(flow, sends=lambda op: lane(op) != "compute")
         while ready := flow.get_ready_ops():
             r = min(ready, key=order)
-            flow.execute(r, stream=self._lane(r.op))
-
-    def _lane(self, op: Op) -> str:
-        return op.kind if op.kind in ("network", "copy") else "memory" if is_named(op.name, self.memory_ops) else "compute"
+            flow.execute(r, stream=lane(r.op))

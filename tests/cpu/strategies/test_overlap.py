@@ -97,7 +97,7 @@ def test_single_batch_takes_names():
 
 def test_nano_flow_has_three_lanes_and_two_cuts():
     uneven = {"compute": (0.375, 0.625), "memory": (0.1875, 0.1875, 0.3125, 0.3125)}
-    assert len(labels(make(dense(2), NanoFlow(min_tokens=1, **uneven)), "memory")) == 4, "finer only where it reads a cache"
+    assert not labels(make(dense(2), NanoFlow(min_tokens=1, **uneven)), "memory"), "only where it reads a cache"
     made = make(dense(2), NanoFlow(min_tokens=1, **uneven), phase="decode")
     assert labels(made, "memory")[:4] == [f"L0.attn {rows}/16" for rows in ("0:3", "3:6", "6:11", "11:16")]
     assert labels(made, "network")[:2] == ["L0.ar 0:3/8", "L0.ar 3:8/8"]
@@ -108,7 +108,7 @@ def test_nano_flow_has_three_lanes_and_two_cuts():
 
 
 def test_nano_flow_gives_lanes_their_sms():
-    made = make(dense(1), NanoFlow(min_tokens=1, sms={"network": 16, "memory": 32}))
+    made = make(dense(1), NanoFlow(min_tokens=1, sms={"network": 16, "memory": 32}), phase="decode")
     assert {s.name: s.sms for s in made.streams} == {"compute": None, "memory": 32, "network": 16}
 
 
@@ -117,7 +117,7 @@ def test_nano_flow_hides_attention_too():
     flow = dense(8)
     took = {"qkv": 10.0, "attn": 20.0, "o": 5.0, "ar": 8.0, "mlp": 30.0, "ar2": 8.0}
     costs = {op.name: Cost(took[op.name.split(".")[1]], 0.0 if op.kind == "network" else 0.5) for op in flow.ops}
-    made = us(flow, NanoFlow(min_tokens=1), costs)
+    made = us(flow, NanoFlow(min_tokens=1), costs, phase="decode")
     assert made.total_us < 0.9 * us(flow, TwoBatch(), costs).total_us and made.hidden_share("memory") > 0.5
 
 

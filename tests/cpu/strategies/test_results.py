@@ -1,5 +1,7 @@
 """Every strategy on small real models: the results of plain PyTorch, and bit-equal to the same launches on one stream."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -51,13 +53,14 @@ def tensor(result):
 def test_results(name, strategy, streams):
     model, partition, inputs = MODELS[name]()
     fast = df.compile(model, strategy=strategy, partition=partition, strict=True, runtime="threads")
-    for rows in (8, 17):
-        x = inputs(rows)
-        result = tensor(fast(x))
-        torch.testing.assert_close(result, tensor(model(x)), rtol=1e-4, atol=1e-5)
-        assert torch.equal(result, tensor(df.run_serialised(fast, x)))
-    with df.profile() as profiled:
-        fast(x)
+    with df.context(phase="decode") if strategy is NANO else nullcontext():
+        for rows in (8, 17):
+            x = inputs(rows)
+            result = tensor(fast(x))
+            torch.testing.assert_close(result, tensor(model(x)), rtol=1e-4, atol=1e-5)
+            assert torch.equal(result, tensor(df.run_serialised(fast, x)))
+        with df.profile() as profiled:
+            fast(x)
     assert set(profiled.timeline.streams) == streams
     assert not df.stats(fast).fallbacks
 
