@@ -27,7 +27,7 @@ from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
-from dynaflow.settings import TOTAL, Settings, Stats, read_settings
+from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential
 from dynaflow.subclasses import take_apart
@@ -80,12 +80,12 @@ def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Setting
     axis = settings.batch if settings.batch is not None else 0
     if not isinstance(axis, int):
         raise OptionError(
-            "a mapping for batch= needs df.compile: a backend does not see argument names.", fix="give one dim, or use df.compile")
+            "batch= as a mapping or function needs df.compile: a backend does not see argument names.", fix="give a dim, or use df.compile")
     tensors = [(n, f) for n, f in zip(placeholders, fakes) if isinstance(f, torch.Tensor) and f.dim() > axis and not _is_parameter(n)]
     if not tensors:
         return {}
     size = tensors[0][1].shape[axis]
-    if isinstance(size, int) and settings.batch is None and type(settings.strategy).__name__ != "Sequential":
+    if isinstance(size, int) and settings.batch is None and not isinstance(settings.strategy, Sequential):
         dynamic = [f"{n.name} dim {d}" for n, f in tensors for d, s in enumerate(f.shape) if isinstance(s, torch.SymInt)]
         if dynamic:
             raise AmbiguousBatch(
@@ -163,7 +163,7 @@ def compile(
     *,
     strategy: Any = "auto",
     partition: Any = "auto",
-    batch: int | Mapping[str, int] | None = None,
+    batch: Batch = None,
     strict: bool = False,
     runtime: str = "auto",
     compiler: str = "auto",
@@ -179,7 +179,7 @@ def compile(
     attributes, state_dict) and whose calls are compiled, those of `forward` too. A function comes back as a function.
 
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
-                  tensor argument that has the first one's size
+                  tensor argument that has the first one's size. Or a function that gives one of these for a call's arguments by name
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
@@ -306,7 +306,7 @@ class Compiled:
                 self._call = self._entry(hooks.look())
         if self._is_plain and self._is_warm:
             return self._call(*args, **kwargs)  # Dynamo, and nothing else
-        if self.settings.batch is not None:
+        if self.settings.batch is not None and not (self._is_warm and callable(self.settings.batch)):
             self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
         call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
@@ -357,10 +357,13 @@ class Compiled:
     def batch_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
         """Every tensor in the arguments with its batch dim, -1 where it has none."""
         tensors = _tensors(args, kwargs)
+        named = {**dict(zip(self.settings.parameters, args)), **kwargs}
         batch = self.settings.batch
+        if callable(batch):
+            batch = check_batch(batch(named))
         if isinstance(batch, Mapping):
-            named = self._named_dims(batch, args, kwargs)
-            return [(t, named.get(id(t), -1)) for t in tensors]
+            dims = self._named_dims(batch, named)
+            return [(t, dims.get(id(t), -1)) for t in tensors]
         dim = 0 if batch is None else batch
         first = next((t for t in tensors if t.dim() > dim), None)
         if first is None and batch is not None and tensors:
@@ -369,8 +372,7 @@ class Compiled:
                 fix="count dims from 0, or give a mapping from argument to dim")  # fmt: skip
         return [(t, dim if first is not None and t.dim() > dim and t.shape[dim] == first.shape[dim] else -1) for t in tensors]
 
-    def _named_dims(self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        named = {**dict(zip(self.settings.parameters, args)), **kwargs}
+    def _named_dims(self, batch: Mapping[str, int], named: Mapping[str, Any]) -> dict[int, int]:
         dims: dict[int, int] = {}
         sizes: dict[str, int] = {}
         for name, dim in batch.items():
