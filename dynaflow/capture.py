@@ -27,7 +27,7 @@ from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
-from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings
+from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings, summed
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential
 from dynaflow.subclasses import take_apart
@@ -36,6 +36,8 @@ log = logging.getLogger("dynaflow")
 
 # states of a model's hooks whose captures are kept; the oldest goes first
 MAX_HOOK_STATES = 16
+# the attribute in which df.optimize writes down what it changed
+OPTIMIZED = "_dynaflow_optimized"
 
 
 # -- the backend
@@ -204,7 +206,7 @@ def compile(
     return _twin(model, compiled)
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def _itself(model: Any) -> Any:
     return model
 
 
@@ -294,7 +296,16 @@ class Compiled:
         """As for functions and methods: a function is itself, a method of a copied object is compiled anew for the copy."""
         model = copy.deepcopy(self.model, memo)
         same = model is self.model or getattr(model, "__self__", self) is getattr(self.model, "__self__", None)
-        return self if same else Compiled(model, self.settings.fresh())
+        if same:
+            return self
+        twin = Compiled(model, self.settings.fresh(), self._graph, self._is_forward)
+        if not isinstance(model, torch.nn.Module):
+            functools.update_wrapper(twin, model, updated=())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A method that was compiled in its own place (df.optimize) is saved as what it was."""
+        return (_itself, (self.model,)) if inspect.ismethod(self.model) else super().__reduce_ex__(protocol)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -427,15 +438,20 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def of(fast: Any) -> Compiled:
     """The Compiled behind what df.compile returned."""
-    compiled = fast if isinstance(fast, Compiled) else getattr(type(fast), "_dynaflow", None)
+    forward = getattr(fast, "__dict__", {}).get("forward")  # compiled in its own place, by df.optimize
+    compiled = next((c for c in (fast, forward) if isinstance(c, Compiled)), getattr(type(fast), "_dynaflow", None))
     if compiled is None:
-        raise OptionError(f"{fast!r} was not made by df.compile.")
+        raise OptionError(f"this {type(fast).__name__} was not made by df.compile, nor given to df.optimize.")
     return compiled
 
 
 def stats(fast: Any = None) -> Stats:
-    """Counters of what df.compile returned; of the whole process without an argument."""
-    return TOTAL if fast is None else of(fast).settings.stats
+    """Counters of what df.compile returned, or of all that df.optimize compiled in a model or pipeline; without an argument, of the
+    whole process."""
+    if fast is None:
+        return TOTAL
+    optimized = getattr(fast, "__dict__", {}).get(OPTIMIZED)
+    return of(fast).settings.stats if optimized is None else summed([part.settings.stats for part in optimized.parts])
 
 
 def run_serialised(fast: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,15 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
 
+def summed(several: Sequence[Stats]) -> Stats:
+    total = Stats()
+    for stats in several:
+        for name, value in vars(stats).items():
+            before = getattr(total, name)
+            setattr(total, name, max(before, value) if name == "peak_bytes" else before + value)
+    return total
+
+
 TOTAL = Stats()
 _counting = threading.Lock()
 
