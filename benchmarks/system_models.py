@@ -77,9 +77,9 @@ def sd3(is_tiny: bool = True) -> Any:
     full = {"num_layers": 8, "num_attention_heads": 24, "attention_head_dim": 64, "caption_projection_dim": 1536}
     torch.manual_seed(0)
     transformer = SD3Transformer2DModel(**(tiny if is_tiny else full)).eval()
-    names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    encoders = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"))
     return _quiet(StableDiffusion3Pipeline(
-        transformer=transformer, vae=_vae(4 if is_tiny else 16), scheduler=FlowMatchEulerDiscreteScheduler(), **dict.fromkeys(names)))  # fmt: skip
+        transformer=transformer, vae=_vae(4 if is_tiny else 16), scheduler=FlowMatchEulerDiscreteScheduler(), **encoders))  # fmt: skip
 
 
 def sdxl(is_tiny: bool = True) -> Any:
@@ -92,7 +92,8 @@ def sdxl(is_tiny: bool = True) -> Any:
             "projection_class_embeddings_input_dim": 80, "cross_attention_dim": 32, "norm_num_groups": 4}  # fmt: skip
     full = {"block_out_channels": (320, 640, 1280), "layers_per_block": 2, "attention_head_dim": (5, 10, 20),
             "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "addition_time_embed_dim": 256,
-            "transformer_layers_per_block": (1, 2, 10), "projection_class_embeddings_input_dim": 2816, "cross_attention_dim": 2048}  # fmt: skip
+            "transformer_layers_per_block": (1, 2, 10), "projection_class_embeddings_input_dim": 2816,
+            "cross_attention_dim": 2048}  # fmt: skip
     shape = {**both, **(tiny if is_tiny else full)}
     up = ("CrossAttnUpBlock2D", "UpBlock2D") if is_tiny else ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
     torch.manual_seed(0)
@@ -125,7 +126,9 @@ PIPELINES = {"flux": flux, "sd3": sd3, "sdxl": sdxl, "wan": wan}
 WIDTHS = {"flux": ((32, 32), (4096, 768)), "sd3": ((32, 64), (4096, 2048)), "sdxl": ((32, 32), (2048, 1280)), "wan": ((32, 0), (4096, 0))}
 
 
-def request(name: str, num_images: int, num_steps: int, is_tiny: bool = True, device: str = "cpu", dtype: Any = torch.float32) -> dict[str, Any]:
+def request(
+    name: str, num_images: int, num_steps: int, is_tiny: bool = True, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """The arguments of a call of that pipeline: the same each time."""
     generator = torch.Generator().manual_seed(num_images)
 

@@ -81,6 +81,8 @@ def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Setting
     """Without df.compile: the same dim of every input that has the first one's size there."""
     axis = settings.batch if settings.batch is not None else 0
     if not isinstance(axis, int):
+        if isinstance(settings.strategy, Sequential):
+            return {}  # nothing is split, and a call of ours that is warm says nothing of itself
         raise OptionError(
             "batch= as a mapping or function needs df.compile: a backend does not see argument names.", fix="give a dim, or use df.compile")
     tensors = [(n, f) for n, f in zip(placeholders, fakes) if isinstance(f, torch.Tensor) and f.dim() > axis and not _is_parameter(n)]

@@ -126,6 +126,15 @@ def test_batch_as_a_function_of_the_arguments():
         torch.compile(function, backend="dynaflow", options={"strategy": "two_batch", "batch": batch})(torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("strategy", ["auto", "sequential"])
+def test_batch_may_be_named_where_nothing_is_split(strategy):
+    model = Block()
+    fast = df.compile(model, strategy=strategy, batch={"x": 0})
+    for shape in ((4, 5, 8), (4, 7, 8), (3, 7, 8)):  # captured again once it is warm
+        x = torch.randn(shape)
+        assert_same(fast(x)["y"], model(x)["y"])
+
+
 def test_a_dim_of_size_0_is_a_size_of_its_own():
     """Nothing cached yet: the model's code asks for it, and the capture must not take it for any other size."""
 

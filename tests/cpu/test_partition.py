@@ -295,6 +295,14 @@ def test_names_of_modules_whose_method_was_compiled():
     assert ops(net.forward, df.SplitModule("*.mlp")) == ops(net, df.SplitModule("*.mlp"))
 
 
+def test_names_of_modules_of_a_class_with_a_getattr():
+    class Lenient(Model):
+        def __getattr__(self, name):
+            return super().__getattr__(name)
+
+    assert ops(Lenient(1), df.SplitModule("*.mlp")) == ops(Model(1), df.SplitModule("*.mlp"))
+
+
 def test_a_row_changed_twice_in_place_keeps_its_users_whole():
     def function(x):
         h = x * 2
