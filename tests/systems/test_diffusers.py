@@ -33,7 +33,9 @@ def test_pipeline(name, strategy):
     expected = images(name, PIPELINES[name]())
     assert expected.isfinite().all() and expected.std() > 0.01
     pipe = df.optimize(PIPELINES[name](), strategy=strategy, strict=True)
-    torch.testing.assert_close(images(name, pipe), expected, rtol=1e-4, atol=1e-5)
+    made = images(name, pipe)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(made, expected) or isinstance(strategy, df.TwoBatch)
     stats, num_calls = df.stats(pipe), NUM_STEPS * NUM_CALLS[name]
     assert stats.calls == num_calls and stats.captures == 1 and not stats.fallbacks, stats
     assert stats.split_calls == (num_calls if isinstance(strategy, df.TwoBatch) else 0), stats
