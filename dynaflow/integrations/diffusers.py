@@ -42,7 +42,7 @@ def attach(target: Any, optimized: Optimized, options: Mapping[str, Any]) -> Non
     if isinstance(target, torch.nn.Module) or unet is None or controlnet is None:
         return
     changed = {id(owner): (name, before) for owner, name, before, _ in optimized.changes}
-    if any(changed[id(module)] != ("forward", None) for module in (unet, controlnet)):
+    if any(changed.get(id(module)) != ("forward", None) for module in (unet, controlnet)):
         return  # somebody else's forward is in the way (a hook, a patch): each is compiled for itself
     joint = of(compile(Controlled(unet, controlnet), **options))
     optimized.parts.append(joint)

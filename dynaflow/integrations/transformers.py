@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Mapping
+from weakref import WeakSet
 
 import torch
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from dynaflow.integrations import Optimized
 
 log = logging.getLogger("dynaflow")
+# models whose compile_config was spoken of
+_warned: WeakSet[Any] = WeakSet()
 
 
 def models(target: Any) -> dict[str, torch.nn.Module]:
@@ -40,8 +43,8 @@ def attach(target: Any, optimized: Optimized, options: Mapping[str, Any]) -> Non
 
 def get_compiled_call(model: Any, compile_config: Any) -> Any:
     """In the place of the model's own, with which `generate` compiles its decode steps (static cache, GPU): they are ours."""
-    if compile_config is not None and not getattr(model, "_dynaflow_has_warned", False):
-        vars(model)["_dynaflow_has_warned"] = True
+    if compile_config is not None and model not in _warned:
+        _warned.add(model)
         log.warning("%s: generate's compile_config is not used, df.optimize compiled the model; df.restore(model) undoes that",
                     type(model).__name__)  # fmt: skip
     return model.__call__
