@@ -65,7 +65,7 @@ bench-offload: $(READY)
 
 # DynaFlow inside real systems: `make systems`, `make systems SYSTEMS=diffusers`, `make system-diffusers ARGS='-k flux'`.
 # systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Two kinds of
-# comment are read: "# pip: ..." is done to it behind the list (`# pip: uninstall -y torchvision`, `# pip: install --no-deps xgrammar==0.2.8`), and
+# comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"), and
 # "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone.
 SYSTEMS ?= $(patsubst systems/%.txt,%,$(wildcard systems/*.txt))
 
@@ -82,9 +82,10 @@ bench-systems: build/systems/diffusers/stamp
 .PRECIOUS: build/systems/%/stamp
 build/systems/%/stamp: systems/%.txt pyproject.toml
 	test -x build/systems/$*/bin/python || python3 -m venv build/systems/$*
-	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $<)
-	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $<) -r $< 'setuptools>=77' wheel
-	sed -n 's/^# pip: //p' $< | while read -r line; do build/systems/$*/bin/python -m pip $$line --quiet || exit 1; done
+	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH))
+	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH)) -r $< 'setuptools>=77' wheel
+	sed -n 's/^# pip: //p' $< | while read -r line; do \
+	  build/systems/$*/bin/python -m pip $$line --quiet < /dev/null || exit 1; done
 	build/systems/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

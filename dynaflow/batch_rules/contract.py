@@ -119,7 +119,7 @@ def attention(call: Call) -> Verdict:
     if not is_packed and (len(axes) != 1 or not axes <= {0, 1}):
         return DIFFERENT_ROWS
     axis = call.axis(query)
-    if any(call.sizes.is_whole(out) for out in call.outs):
+    if is_packed and any(call.sizes.is_whole(out) for out in call.outs):
         return DIFFERENT_ROWS  # a log-sum-exp that is padded over all queries
     masks = [t for t in call.tensors if t is not query and t is not key and t is not value]
     if not all(call.fits(mask, query.ndim, axis) for mask in masks):
