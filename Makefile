@@ -1,5 +1,6 @@
 # Everything here works on a fresh machine: the virtual environment is made first.
-#   make demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback bench-offload
+#   make demo test lint fuzz fuzz-programs models systems bench-planning bench-backend bench-branches bench-overlap bench-loopback \
+#        bench-offload bench-systems
 #   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
 
 VENV      := .venv
@@ -22,7 +23,8 @@ endif
 # one torch thread per process: test workers and lanes are what runs side by side
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint fuzz fuzz-programs models bench-planning bench-backend bench-branches bench-overlap bench-loopback bench-offload clean
+.PHONY: demo test lint fuzz fuzz-programs models systems bench-planning bench-backend bench-branches bench-overlap bench-loopback \
+        bench-offload bench-systems clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(ARGS)
@@ -60,6 +62,32 @@ bench-loopback: $(READY)
 
 bench-offload: $(READY)
 	$(PY) -m benchmarks.offload $(ARGS)
+
+# DynaFlow inside real systems: `make systems`, `make systems SYSTEMS=diffusers`, `make system-diffusers ARGS='-k flux'`.
+# systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Two kinds of
+# comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"), and
+# "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone.
+SYSTEMS ?= $(patsubst systems/%.txt,%,$(wildcard systems/*.txt))
+
+systems: $(SYSTEMS:%=system-%)
+
+system-%: build/systems/%/stamp
+	$(ONE_THREAD) PYTHONPATH= timeout --kill-after=30 $(TEST_LIMIT_S) build/systems/$*/bin/python -m pytest -p no:cacheprovider -q \
+	  $$(for name in $$(sed -n 's/^# tests: //p' systems/$*.txt | grep . || echo $*); do ls tests/systems/test_$$name*.py; done) $(ARGS)
+
+bench-systems: build/systems/diffusers/stamp
+	PYTHONPATH= build/systems/diffusers/bin/python -m benchmarks.systems $(ARGS)
+
+# torch goes first, alone, and is named again each time: see below
+.PRECIOUS: build/systems/%/stamp
+build/systems/%/stamp: systems/%.txt pyproject.toml
+	test -x build/systems/$*/bin/python || python3 -m venv build/systems/$*
+	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH))
+	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH)) -r $< 'setuptools>=77' wheel
+	sed -n 's/^# pip: //p' $< | while read -r line; do \
+	  build/systems/$*/bin/python -m pip $$line --quiet < /dev/null || exit 1; done
+	build/systems/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 clean:
 	rm -rf build out *.egg-info

@@ -8,6 +8,7 @@ from dynaflow.contest import unmeasured
 from dynaflow.context import context
 from dynaflow.errors import DynaFlowError, PlanRefused, StrategyError
 from dynaflow.explain import explain
+from dynaflow.integrations import optimize, restore
 from dynaflow.ir import Flow, Op, Part, Plan
 from dynaflow.memory import place
 from dynaflow.offload import offload, onload
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Branches", "CommOverlap", "DualBatch", "DynaFlowError", "Flow", "FusedGemm", "Mixed", "NanoBatch", "NanoFlow", "Offload", "Op",
     "Part", "Plan", "PlanRefused", "PrefillDecode", "Sequential", "SingleBatch", "SplitFunc", "SplitModule", "Strategy",
-    "StrategyError", "TokenWeave", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload", "place",
-    "profile", "register_split_rule", "rowwise", "run_serialised", "stats", "synchronise", "unmeasured", "verify",
+    "StrategyError", "TokenWeave", "TwoBatch", "check", "compile", "context", "explain", "mark", "offload", "onload",
+    "optimize", "place", "profile", "register_split_rule", "restore", "rowwise", "run_serialised", "stats", "synchronise",
+    "unmeasured", "verify",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
-from dynaflow.settings import TOTAL, Settings, Stats, read_settings
+from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings, summed
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential
 from dynaflow.subclasses import take_apart
@@ -36,6 +36,8 @@ log = logging.getLogger("dynaflow")
 
 # states of a model's hooks whose captures are kept; the oldest goes first
 MAX_HOOK_STATES = 16
+# the attribute in which df.optimize writes down what it changed
+OPTIMIZED = "_dynaflow_optimized"
 
 
 # -- the backend
@@ -79,13 +81,15 @@ def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Setting
     """Without df.compile: the same dim of every input that has the first one's size there."""
     axis = settings.batch if settings.batch is not None else 0
     if not isinstance(axis, int):
+        if isinstance(settings.strategy, Sequential):
+            return {}  # nothing is split, and a call of ours that is warm says nothing of itself
         raise OptionError(
-            "a mapping for batch= needs df.compile: a backend does not see argument names.", fix="give one dim, or use df.compile")
+            "batch= as a mapping or function needs df.compile: a backend does not see argument names.", fix="give a dim, or use df.compile")
     tensors = [(n, f) for n, f in zip(placeholders, fakes) if isinstance(f, torch.Tensor) and f.dim() > axis and not _is_parameter(n)]
     if not tensors:
         return {}
     size = tensors[0][1].shape[axis]
-    if isinstance(size, int) and settings.batch is None and type(settings.strategy).__name__ != "Sequential":
+    if isinstance(size, int) and settings.batch is None and not isinstance(settings.strategy, Sequential):
         dynamic = [f"{n.name} dim {d}" for n, f in tensors for d, s in enumerate(f.shape) if isinstance(s, torch.SymInt)]
         if dynamic:
             raise AmbiguousBatch(
@@ -163,7 +167,7 @@ def compile(
     *,
     strategy: Any = "auto",
     partition: Any = "auto",
-    batch: int | Mapping[str, int] | None = None,
+    batch: Batch = None,
     strict: bool = False,
     runtime: str = "auto",
     compiler: str = "auto",
@@ -180,7 +184,7 @@ def compile(
     attributes, state_dict) and whose calls are compiled, those of `forward` too. A function comes back as a function.
 
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
-                  tensor argument that has the first one's size
+                  tensor argument that has the first one's size. Or a function that gives one of these for a call's arguments by name
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
@@ -208,7 +212,7 @@ def compile(
     return _twin(model, compiled)
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def _itself(model: Any) -> Any:
     return model
 
 
@@ -298,7 +302,16 @@ class Compiled:
         """As for functions and methods: a function is itself, a method of a copied object is compiled anew for the copy."""
         model = copy.deepcopy(self.model, memo)
         same = model is self.model or getattr(model, "__self__", self) is getattr(self.model, "__self__", None)
-        return self if same else Compiled(model, self.settings.fresh())
+        if same:
+            return self
+        twin = Compiled(model, self.settings.fresh(), self._graph, self._is_forward)
+        if not isinstance(model, torch.nn.Module):
+            functools.update_wrapper(twin, model, updated=())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A method that was compiled in its own place (df.optimize) is saved as what it was."""
+        return (_itself, (self.model,)) if inspect.ismethod(self.model) else super().__reduce_ex__(protocol)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -310,7 +323,7 @@ class Compiled:
                 self._call = self._entry(hooks.look())
         if self._is_plain and self._is_warm:
             return self._call(*args, **kwargs)  # Dynamo, and nothing else
-        if self.settings.batch is not None:
+        if self.settings.batch is not None and not (self._is_warm and callable(self.settings.batch)):
             self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
         call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
@@ -361,10 +374,13 @@ class Compiled:
     def batch_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
         """Every tensor in the arguments with its batch dim, -1 where it has none."""
         tensors = _tensors(args, kwargs)
+        named = {**dict(zip(self.settings.parameters, args)), **kwargs}
         batch = self.settings.batch
+        if callable(batch):
+            batch = check_batch(batch(named))
         if isinstance(batch, Mapping):
-            named = self._named_dims(batch, args, kwargs)
-            return [(t, named.get(id(t), -1)) for t in tensors]
+            dims = self._named_dims(batch, named)
+            return [(t, dims.get(id(t), -1)) for t in tensors]
         dim = 0 if batch is None else batch
         first = next((t for t in tensors if t.dim() > dim), None)
         if first is None and batch is not None and tensors:
@@ -373,8 +389,7 @@ class Compiled:
                 fix="count dims from 0, or give a mapping from argument to dim")  # fmt: skip
         return [(t, dim if first is not None and t.dim() > dim and t.shape[dim] == first.shape[dim] else -1) for t in tensors]
 
-    def _named_dims(self, batch: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        named = {**dict(zip(self.settings.parameters, args)), **kwargs}
+    def _named_dims(self, batch: Mapping[str, int], named: Mapping[str, Any]) -> dict[int, int]:
         dims: dict[int, int] = {}
         sizes: dict[str, int] = {}
         for name, dim in batch.items():
@@ -429,15 +444,20 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def of(fast: Any) -> Compiled:
     """The Compiled behind what df.compile returned."""
-    compiled = fast if isinstance(fast, Compiled) else getattr(type(fast), "_dynaflow", None)
+    forward = getattr(fast, "__dict__", {}).get("forward")  # compiled in its own place, by df.optimize
+    compiled = next((c for c in (fast, forward) if isinstance(c, Compiled)), getattr(type(fast), "_dynaflow", None))
     if compiled is None:
-        raise OptionError(f"{fast!r} was not made by df.compile.")
+        raise OptionError(f"this {type(fast).__name__} was not made by df.compile, nor given to df.optimize.")
     return compiled
 
 
 def stats(fast: Any = None) -> Stats:
-    """Counters of what df.compile returned; of the whole process without an argument."""
-    return TOTAL if fast is None else of(fast).settings.stats
+    """Counters of what df.compile returned, or of all that df.optimize compiled in a model or pipeline; without an argument, of the
+    whole process."""
+    if fast is None:
+        return TOTAL
+    optimized = getattr(fast, "__dict__", {}).get(OPTIMIZED)
+    return of(fast).settings.stats if optimized is None else summed([part.settings.stats for part in optimized.parts])
 
 
 def run_serialised(fast: Any, *args: Any, **kwargs: Any) -> Any:

@@ -212,8 +212,11 @@ class CapturedGraph:
             self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow)
             self._padding = Padding(flow, self.built, self.settings.buckets)
         if self.fixed_batch is not None and not isinstance(self.settings.strategy, Sequential):
-            log.warning("%s: Dynamo fixed the batch size at %d, because the model's code asks for it (TORCH_LOGS=dynamic says where); "
-                        "nothing of this graph can be split", self.settings.name, self.fixed_batch)  # fmt: skip
+            # a call of ours marks the batch; under torch.compile, sizes are constants until they change
+            why = ("because the model's code asks for it (TORCH_LOGS=dynamic says where)" if ongoing.get() is not None
+                   else "as torch.compile does until it changes (dynamic=True and df.compile do not)")  # fmt: skip
+            log.warning("%s: Dynamo fixed the batch size at %d, %s; nothing of this graph can be split",
+                        self.settings.name, self.fixed_batch, why)  # fmt: skip
         num_whole = sum(bool(op.unsplittable) for op in flow.ops)
         self.settings.stats.num_ops, self.settings.stats.num_unsplittable = len(flow.ops), num_whole
         log.info("captured %s: %d nodes, %d ops (%d only over the whole batch) in %.0f ms", flow.label, len(self.gm.graph.nodes),

@@ -54,8 +54,9 @@ class Ongoing:
             for d, size in enumerate(tensor.shape if tensor is not None else ()):
                 if d == dim and not self.is_static:
                     self._mark(tensor, "_dynamo_weak_dynamic_indices", d)
-                elif d == dim or size == 1:
-                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither.
+                elif d == dim or size <= 1:
+                    # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither. And one of 0
+                    # (nothing cached yet) is no other size: while captures may not depend on sizes, Dynamo takes every size for at least 2.
                     self._mark(tensor, "_dynamo_static_indices", d)
 
     def _mark(self, tensor: Any, name: str, dim: int) -> None:

@@ -364,6 +364,8 @@ class Planner:
         """The launches as a Plan without waits, once the strategy returned."""
         if self._reason is not None:
             return sequential_plan(self.flow, self._reason, self._looks())
+        if len(self._default_parts) > 1 and not self.flow.batch:
+            return sequential_plan(self.flow, "there is no batch to split: its size is a constant of the graph", self._looks())
         if not self._handles and self.flow.ops:
             self._make_items()
         left = [h for h in self._handles if not self._done[h._item]]

@@ -23,6 +23,8 @@ _NAMED: dict[str, type[Strategy]] = {
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
 COMPILERS = ("auto", "inductor", "eager")
+# which dim of which argument is the batch: one for all, one per argument, or a function from a call's arguments to one of these
+Batch = int | Mapping[str, int] | Callable[[Mapping[str, Any]], int | Mapping[str, int] | None] | None
 RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
 
 
@@ -43,9 +45,10 @@ class Stats:
     plans: int = 0
     # plans bound to new sizes
     binds: int = 0
-    # calls of captured graphs, and those that ran under a plan
+    # calls of captured graphs; those that ran under a plan; and those of them whose batch was split
     calls: int = 0
     planned_calls: int = 0
+    split_calls: int = 0
     # launches issued, and those of them that ran on a part of the batch
     num_launches: int = 0
     num_part_launches: int = 0
@@ -53,6 +56,15 @@ class Stats:
     peak_bytes: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+def summed(several: Sequence[Stats]) -> Stats:
+    total = Stats()
+    for stats in several:
+        for name, value in vars(stats).items():
+            before = getattr(total, name)
+            setattr(total, name, max(before, value) if name == "peak_bytes" else before + value)
+    return total
 
 
 TOTAL = Stats()
@@ -63,7 +75,7 @@ _counting = threading.Lock()
 class Settings:
     strategy: Strategy
     partition: str | Sequence[Rule | str] = "auto"
-    batch: int | Mapping[str, int] | None = None
+    batch: Batch = None
     strict: bool = False
     runtime: str = "auto"
     compiler: str = "auto"
@@ -119,6 +131,9 @@ class Settings:
             total.calls += num_calls
             mine.planned_calls += 1
             total.planned_calls += 1
+            if num_part_launches:
+                mine.split_calls += 1
+                total.split_calls += 1
             mine.num_launches += num_launches
             total.num_launches += num_launches
             mine.num_part_launches += num_part_launches
@@ -192,9 +207,15 @@ def read_settings(**options: Any) -> Settings:
         what = "part_context=" if settings.part_context is not None else f"runtime={settings.runtime!r}"
         why = "contexts are the caller's: a call cannot be repeated" if settings.part_context is not None else "it is no way to be fast"
         raise OptionError(f"never_slower=True cannot be had with {what}.", why=why, fix="leave one of them out")
-    dims = list(settings.batch.values()) if isinstance(settings.batch, Mapping) else [0 if settings.batch is None else settings.batch]
-    if not all(type(d) is int and d >= 0 for d in dims):
-        raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")
+    if not callable(settings.batch):
+        check_batch(settings.batch)
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
     return settings
+
+
+def check_batch(batch: Any) -> int | Mapping[str, int] | None:
+    dims = list(batch.values()) if isinstance(batch, Mapping) else [0 if batch is None else batch]
+    if not all(type(d) is int and d >= 0 for d in dims):
+        raise OptionError(f"batch={batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")
+    return batch

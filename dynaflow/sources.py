@@ -231,9 +231,10 @@ def _paths(tree: Any) -> Any:
 
 def clean_name(name: str) -> str:
     """`L['self']._modules['layers']._modules['0'].attn` -> `layers.0.attn`"""
-    name = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
+    name = re.sub(r"(\.__dict__\['_modules'\]|\._modules)\['([^']+)'\]", r".\2", name)  # the former where the class has a __getattr__
     name = re.sub(r"^.*\.cell_contents\.?", "", name)  # a module that a function closes over
     name = re.sub(r"^[LG]\['[^']+'\]\.?", "", name)
+    name = re.sub(r"^(forward\.model\.)?__self__(\.|$)", "", name)  # a module whose method was compiled, maybe in its own place
     name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     return re.sub(r"[\s@,\[\]#]", "_", name).strip(".")
 

@@ -109,12 +109,18 @@ def weighted(call: Call) -> Verdict:
     "_scaled_dot_product_fused_attention_overrideable",
 )
 def attention(call: Call) -> Verdict:
-    """Query, key and value carry the batch in dim 0, or folded into the heads; a mask does too, or is broadcast."""
+    """Query, key and value carry the batch in dim 0, or folded into the heads; a mask does too, or is broadcast.
+
+    Or the queries are the batch (requests packed into one row), and all of them see the same keys.
+    """
     query, key, value = call["query"], call["key"], call["value"]
     axes = {call.axis(query), call.axis(key), call.axis(value)}
-    if len(axes) != 1 or not axes <= {0, 1}:
+    is_packed = call.axis(query) == query.ndim - 2 and not call["is_causal"] and not call.sizes.has_batch([*key.shape, *value.shape])
+    if not is_packed and (len(axes) != 1 or not axes <= {0, 1}):
         return DIFFERENT_ROWS
-    axis = axes.pop()
+    axis = call.axis(query)
+    if is_packed and any(call.sizes.is_whole(out) for out in call.outs):
+        return DIFFERENT_ROWS  # a log-sum-exp that is padded over all queries
     masks = [t for t in call.tensors if t is not query and t is not key and t is not value]
     if not all(call.fits(mask, query.ndim, axis) for mask in masks):
         return DIFFERENT_ROWS

@@ -42,6 +42,12 @@ def ids(high: int = 7, *shape: int) -> torch.Tensor:
     return torch.randint(0, high, shape or (B, S))
 
 
+def packed(x: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """The batch are queries of one row; S heads."""
+    keys = keys.expand(1, S, *keys.shape)
+    return F.scaled_dot_product_attention(x.transpose(0, 1)[None], keys, keys, mask if mask is None else mask[None, None], **options)
+
+
 W = torch.randn(H, H)
 TABLE = torch.randn(7, H)
 
@@ -154,6 +160,10 @@ CASES: list[tuple[Any, ...]] = [
     ("attention: mask by row", lambda q, m: F.scaled_dot_product_attention(q, q, q, m), (image, lambda: torch.rand(B, 1, 6, 6) > 0.2), OK),
     ("attention: mask for all", lambda q: F.scaled_dot_product_attention(q, q, q, MASK), (image,), OK),
     ("attention: the batch is the sequence", lambda q: F.scaled_dot_product_attention(q[None], q[None], q[None]), (x3,), OK),
+    ("attention: queries packed into one row", lambda q, m: packed(q, TABLE[:6], m), (x3, lambda: torch.rand(B, 6) > 0.2), OK),
+    ("attention: packed, one mask for all", lambda q: packed(q, TABLE[:6], MASK[:1].bool()), (x3,), OK),
+    ("attention: packed keys", lambda q: packed(q, q[:, 0], None), (x3,), "combines different rows"),
+    ("attention: packed and causal", lambda q: packed(q, TABLE[:6], None, is_causal=True), (x3,), "combines different rows"),
     ("attention: over the batch", lambda q: F.scaled_dot_product_attention(*[q.transpose(0, 1)] * 3), (x3,), "combines different rows"),
     ("attention: scale of the batch", lambda q: F.scaled_dot_product_attention(q, q, q, scale=1 / q.shape[0]), (image,), "as a number"),
     ("attention: dropout", lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), (image,), "random"),

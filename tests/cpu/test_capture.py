@@ -105,6 +105,71 @@ def test_batch_dims():
         df.compile(function, strategy=df.TwoBatch(), batch={"q": 0})(torch.randn(3, 5), torch.randn(4, 2))
 
 
+def test_batch_as_a_function_of_the_arguments():
+    """Rows of sentences, or all sentences packed into rows: what the batch is, the call says."""
+
+    def function(x, starts=None):
+        return torch.relu(x) * 2 if starts is None else torch.relu(x) + starts.sum()
+
+    def batch(arguments):
+        return None if arguments.get("starts") is None else {"x": 1}
+
+    fast = df.compile(function, strategy=df.TwoBatch(), batch=batch, strict=True)
+    for n in (6, 9):
+        x, packed, starts = torch.randn(n, 3), torch.randn(2, n), torch.arange(4.0)
+        assert_same(fast(x), function(x))
+        assert_same(fast(packed, starts=starts), function(packed, starts=starts))
+    assert df.stats(fast).captures == 2 and df.stats(fast).split_calls == df.stats(fast).calls == 4
+    with pytest.raises(errors.OptionError, match="names no dim"):
+        df.compile(function, strategy=df.TwoBatch(), batch=lambda arguments: -1)(torch.randn(4, 3))
+    with pytest.raises(Exception, match="needs df.compile"):
+        torch.compile(function, backend="dynaflow", options={"strategy": "two_batch", "batch": batch})(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential"])
+def test_batch_may_be_named_where_nothing_is_split(strategy):
+    model = Block()
+    fast = df.compile(model, strategy=strategy, batch={"x": 0})
+    for shape in ((4, 5, 8), (4, 7, 8), (3, 7, 8)):  # captured again once it is warm
+        x = torch.randn(shape)
+        assert_same(fast(x)["y"], model(x)["y"])
+
+
+def test_a_dim_of_size_0_is_a_size_of_its_own():
+    """Nothing cached yet: the model's code asks for it, and the capture must not take it for any other size."""
+
+    def function(x, cached):
+        return x * 2 if cached.numel() == 0 else x + cached.sum()
+
+    fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
+    for n, num_cached in ((6, 0), (6, 4), (9, 0), (9, 5), (9, 7)):
+        x, cached = torch.randn(n, 3), torch.randn(1, num_cached)
+        assert_same(fast(x, cached), function(x, cached))
+    assert df.stats(fast).split_calls == 5
+
+
+def test_auto_takes_any_graph_from_torch_compile():
+    """With a strategy that splits, a fixed dim 0 beside a dim that changes is a question; "auto" splits nothing and asks nothing."""
+    for options in ({}, {"strategy": "sequential"}):
+        fast = torch.compile(lambda x: torch.relu(x) * 2, backend="dynaflow", options=options)
+        for n in (3, 4, 5):  # from the second on, dim 1 is dynamic and dim 0 is not
+            x = torch.randn(4, n)
+            assert_same(fast(x), torch.relu(x) * 2)
+    fast = torch.compile(lambda x: torch.relu(x) * 3, backend="dynaflow", options={"strategy": "two_batch"})
+    fast(torch.randn(4, 3))
+    with pytest.raises(Exception, match="is fixed at 4; the batch could be"):
+        fast(torch.randn(4, 5))
+
+
+def test_a_batch_that_is_a_constant_is_a_fallback():
+    x = torch.randn(4, 3)
+    before = df.stats().fallbacks.copy()
+    fast = torch.compile(lambda x: torch.relu(x) * 4, backend="dynaflow", options={"strategy": "two_batch"})
+    assert_same(fast(x), torch.relu(x) * 4)
+    (reason,) = df.stats().fallbacks - before
+    assert "no batch to split" in reason
+
+
 def test_one_plan_for_all_sizes_that_look_the_same():
     runs = []
 

@@ -58,7 +58,7 @@ def test_docs_snippets_run(page, tmp_path):
     assert_runs(str(tmp_path / "page.py"))
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs" / "systems").glob("*.md")), ROOT / "README.md"], ids=lambda p: p.stem)
 def test_docs_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]

@@ -290,6 +290,19 @@ def test_names_of_modules_that_a_function_closes_over():
     assert "layers.0.mlp" in ops(lambda x: net(x) * 2, df.SplitModule("*.mlp"))
 
 
+def test_names_of_modules_whose_method_was_compiled():
+    net = Model(1)
+    assert ops(net.forward, df.SplitModule("*.mlp")) == ops(net, df.SplitModule("*.mlp"))
+
+
+def test_names_of_modules_of_a_class_with_a_getattr():
+    class Lenient(Model):
+        def __getattr__(self, name):
+            return super().__getattr__(name)
+
+    assert ops(Lenient(1), df.SplitModule("*.mlp")) == ops(Model(1), df.SplitModule("*.mlp"))
+
+
 def test_a_row_changed_twice_in_place_keeps_its_users_whole():
     def function(x):
         h = x * 2

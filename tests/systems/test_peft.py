@@ -1,0 +1,112 @@
+"""PEFT: unmerged LoRA adapters, several at once, beside their base layers."""
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+import dynaflow as df
+from benchmarks.system_models import llama, lora
+
+CONSTANT = "there is no batch to split: its size is a constant of the graph"
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def tokens(batch_size=4):
+    return torch.randint(1, 60, (batch_size, 7), generator=torch.Generator().manual_seed(batch_size))
+
+
+def both(num_adapters=2, **options):
+    """A plain model, and one under a strategy."""
+    return lora(num_adapters=num_adapters), df.optimize(lora(num_adapters=num_adapters), **options)
+
+
+def assert_same(plain, fast, x=None, **arguments):
+    x = tokens() if x is None else x
+    torch.testing.assert_close(fast(input_ids=x, **arguments).logits, plain(input_ids=x, **arguments).logits)
+
+
+@pytest.mark.parametrize("strategy", [df.TwoBatch(), df.Branches(3)], ids=lambda s: type(s).__name__)
+def test_adapters_come_and_go(strategy):
+    plain, fast = both(strategy=strategy, strict=True)
+    assert_same(plain, fast)
+    for model in (plain, fast):
+        model.set_adapter("a1")
+    assert_same(plain, fast)
+    for model in (plain, fast):
+        model.base_model.set_adapter(["a0", "a1"])
+    assert_same(plain, fast)
+    assert_same(plain, fast, tokens(6))
+    with plain.disable_adapter(), fast.disable_adapter():
+        assert_same(plain, fast)
+        assert_same(llama(), fast)
+    stats = df.stats(fast)
+    assert stats.planned_calls == stats.calls == 6 and stats.split_calls == (6 if isinstance(strategy, df.TwoBatch) else 0), stats
+
+
+def test_adapters_run_beside_their_base_layers():
+    """Both adapters and the base layer of q_proj are independent ops, and `Branches` puts them on streams of their own."""
+    model = lora()
+    model.base_model.set_adapter(["a0", "a1"])
+    plan = df.explain(model.get_base_model(), {"input_ids": tokens()}, strategy=df.Branches(6)).plan
+    stream = {name: launch.stream for launch in plan.launches for name, _ in launch.calls}
+    layer = "model.layers.0.self_attn.q_proj"
+    assert len({stream[f"{layer}.{name}"] for name in ("base_layer", "lora_A.a0", "lora_A.a1")}) == 3
+
+
+def test_generate():
+    plain, fast = both(strategy=df.TwoBatch(), strict=True)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    for adapter in ("a0", "a1"):
+        plain.set_adapter(adapter)
+        fast.set_adapter(adapter)
+        assert torch.equal(fast.generate(input_ids=tokens(), **settings), plain.generate(input_ids=tokens(), **settings))
+    assert df.stats(fast).split_calls == df.stats(fast).calls == 10
+
+
+def test_an_adapter_that_is_added_later_and_one_that_is_merged():
+    from peft import LoraConfig
+
+    plain, fast = both(1, strategy=df.TwoBatch(), strict=True)
+    assert_same(plain, fast)
+    for model in (plain, fast):
+        torch.manual_seed(5)
+        model.add_adapter("late", LoraConfig(r=3, target_modules=["up_proj"], init_lora_weights=False))
+        model.set_adapter("late")
+    assert_same(plain, fast)
+    for model in (plain, fast):
+        model.merge_adapter()
+    assert_same(plain, fast)
+    assert df.stats(fast).split_calls == 3
+
+
+def test_another_adapter_per_row():
+    """Which rows go to which adapter is a list of Python's: the batch size is a constant, and the sequential graph runs."""
+    plain, fast = both(3, strategy=df.TwoBatch())
+    for names in (["a0", "a1", "__base__", "a2"], ["a1", "a1", "__base__", "a0"]):
+        assert_same(plain, fast, adapter_names=names)
+    assert df.stats(fast).fallbacks == {CONSTANT: 2}
+    assert_same(plain, fast)  # and without names it is split
+    assert df.stats(fast).split_calls == 1
+
+
+def test_training_adapters():
+    with torch.enable_grad():
+        grads = []
+        for model in both(2, strategy=df.TwoBatch()):
+            model.train()(input_ids=tokens(), labels=tokens()).loss.backward()
+            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0] and grads[0].keys() == grads[1].keys()
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_restore():
+    plain, fast = both(strategy=df.TwoBatch())
+    df.restore(fast)
+    assert "forward" not in vars(fast.get_base_model())
+    assert_same(plain, fast)
