@@ -268,6 +268,8 @@ class _Listener(TorchDispatchMode):
         heard.read.update(storage_key(t) for t in call.tensors)
         heard.written.update(storage_key(t) for t in call.written)
         heard.uses.update(dict.fromkeys(groups(call.arguments)))
+        if (entry := find(call.func)) is not None and entry.uses is not None:
+            heard.uses.update(dict.fromkeys(entry.uses(call)))
         if is_random(call) or call.is_opaque:
             heard.uses["rng"] = None
         reason, is_state = judge(call, self.memory)

@@ -96,7 +96,8 @@ class Op:
     writes: tuple[str, ...]
     # values changed in place
     mutates: tuple[str, ...] = ()
-    # tokens: "rng" (users keep program order), "group:<name>" (users are ordered, in any order that all ranks share)
+    # tokens: "rng" and state that a split rule names (users keep program order, parts that of their rows), "group:<name>" (users are
+    # ordered, in any order that all ranks share)
     uses: tuple[str, ...] = ()
     # why it must run over the whole batch; empty when it may be split
     unsplittable: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import threading
 from collections import Counter
@@ -73,6 +74,7 @@ class Settings:
     # a plan of kernels that is chosen may hold this many times what Inductor's own order would
     max_memory: float = 1.25
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    align: Callable[[Sequence[int]], Sequence[int]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
     parameters: tuple[str, ...] = ()
@@ -137,9 +139,12 @@ class Settings:
 def read_strategy(strategy: Any) -> Strategy:
     if strategy is None or strategy == "auto":
         return Auto()
+    if isinstance(strategy, str) and ":" in strategy:
+        strategy = _imported(strategy)
     if isinstance(strategy, str):
         if strategy not in _NAMED:
-            raise OptionError(f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))} or a df.Strategy")
+            raise OptionError(
+                f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))}, 'module:Class' or a df.Strategy")
         return _NAMED[strategy]()
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         strategy = strategy()
@@ -148,10 +153,19 @@ def read_strategy(strategy: Any) -> Strategy:
     return strategy
 
 
+def _imported(path: str) -> Any:
+    """`package.module:Class`, for settings that are text: an environment variable, a command line."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"there is no strategy {path!r}.", why=str(error), fix="name it as 'package.module:Class'") from error
+
+
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
     known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "max_memory",
-             "part_context", "name"}  # fmt: skip
+             "part_context", "align", "name"}  # fmt: skip
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -188,4 +202,10 @@ def read_settings(**options: Any) -> Settings:
         raise OptionError(f"batch={settings.batch!r} names no dim.", fix="give a dim counted from 0, or a mapping from argument to dim")
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
+    if settings.align is not None and not callable(settings.align):
+        raise OptionError("align must be a function of the rows that parts are cut at.", fix="align=lambda rows: [nearest(r) for r in rows]")
+    if settings.align is not None and settings.runtime == "graph":
+        raise OptionError(
+            "align= moves cuts from call to call, and runtime='graph' records them.", why="each move would be a recording",
+            fix="leave one of them out")  # fmt: skip
     return settings

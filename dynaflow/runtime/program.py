@@ -7,6 +7,7 @@ instructions. `Bound.tensors` makes the views for one call; a runtime then issue
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Callable, Mapping, NamedTuple, Protocol, Sequence
 
@@ -197,6 +198,10 @@ def scratch(geometry: Geometry) -> torch.Tensor:
     return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device=geometry.device)
 
 
+def rows_of(part: Part, rows_at: Mapping[Fraction, int]) -> tuple[int, int]:
+    return rows_at[Fraction(part.lo, part.of)], rows_at[Fraction(part.hi, part.of)]
+
+
 class Copy(NamedTuple):
     """Bytes that a launch moves besides its work."""
 
@@ -214,6 +219,8 @@ class Bound:
     program: Program
     sizes: Mapping[str, int]
     batch_size: int
+    # where parts begin and end: share of the batch -> row
+    rows_at: Mapping[Fraction, int]
     memory: Memory
     instructions: tuple[Instruction, ...]
     streams: tuple[Any, ...]
@@ -234,7 +241,12 @@ class Bound:
 
     @property
     def rows(self) -> list[tuple[Part, int, int]]:
-        return [(part, *part.bounds(self.batch_size)) for part in self.plan.parts]
+        return [(part, *rows_of(part, self.rows_at)) for part in self.plan.parts]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The rows between parts, in order."""
+        return tuple(self.rows_at.values())[1:-1]
 
     @cached_property
     def output_geometries(self) -> list[Geometry]:
@@ -269,7 +281,7 @@ class Bound:
     def bytes_of(self, view: int) -> int:
         """Of the rows that a view shows."""
         value, part = self.views[view]
-        lo, hi = part.bounds(self.batch_size)
+        lo, hi = rows_of(part, self.rows_at)
         nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
         return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
 
