@@ -34,7 +34,7 @@ DEFAULTS = {"strategy": "two_batch", "min_tokens": 512, "compiler": "auto", "run
 
 # ops of vLLM that treat tokens apart; a build has some of them
 ROWWISE = """_C.rms_norm _C.fused_add_rms_norm _C.rotary_embedding _C.silu_and_mul _C.mul_and_silu _C.gelu_and_mul _C.gelu_tanh_and_mul
-    _C.gelu_new _C.gelu_fast _C.gelu_quick _C.onednn_mm vllm.moe_forward vllm.moe_forward_shared""".split()
+    _C.gelu_new _C.gelu_fast _C.gelu_quick _C.onednn_mm _C.cpu_fused_moe vllm.moe_forward vllm.moe_forward_shared""".split()
 ATTENTION = ("vllm.unified_attention_with_output", "vllm.unified_kv_cache_update")
 ALL_REDUCE = ("vllm.all_reduce", "_C.shm_allreduce")
 
@@ -84,9 +84,18 @@ def _install(runner: Any, options: dict[str, Any]) -> None:
         TOTAL.fallbacks[reason] += 0
         return
     _tell_split_rules()
+    _log_as_vllm_does()
     steps = Steps(runner, **options)
     runner._model_forward, runner._build_attention_metadata = steps.forward, steps.build_metadata
     log.info("dynaflow: steps of %d tokens or more run under %s", steps.min_tokens, type(options["strategy"]).__name__)
+
+
+def _log_as_vllm_does() -> None:
+    """What DynaFlow says of captures, plans and fallbacks stands in vLLM's log."""
+    ours, theirs = logging.getLogger("dynaflow"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)
 
 
 def _refuse_v2(runner: Any, options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, under a load that repeats exactly: requests are added engine step by engine step.
 
-    python tests/systems/vllm_load.py '{"model": "...", "requests": 60, ...}' results.json
+    python tests/systems/vllm_load.py '{"model": "...", "arrivals": [[0, [5, 7], 8], ...], "engine": {...}}' results.json
 """
 
 import json
@@ -32,8 +32,8 @@ def make_model(path, kind="qwen3", layers=2):
     model.save_pretrained(path)
 
 
-def make_requests(number, seed, longest=200):
-    """Prompts of mixed lengths; every third one begins as an earlier one does."""
+def mixed(number=60, seed=0, longest=200, per_step=3):
+    """(step, prompt, tokens to generate): prompts of mixed lengths, of which every third one begins as an earlier one does."""
     rng = random.Random(seed)
     prompts = []
     for i in range(number):
@@ -43,7 +43,16 @@ def make_requests(number, seed, longest=200):
             same = prompts[rng.randrange(max(0, i - 6), i)][:longest]
             prompt = same + prompt[: max(1, length - len(same))]
         prompts.append(prompt)
-    return [(prompt, rng.randint(2, 16)) for prompt in prompts]
+    return [(i // per_step, prompt, rng.randint(2, 16)) for i, prompt in enumerate(prompts)]
+
+
+def reader_before_writer(length_behind):
+    """In step 2, a request takes the place of one that has ended, before another whose prompt it shares and which is only being computed.
+    Of one more request, `length_behind` tokens come behind both."""
+    rng = random.Random(1)
+    first, writer, behind = ([rng.randrange(3, 509) for _ in range(n)] for n in (4, 300, length_behind))
+    reader = writer[:288] + [rng.randrange(3, 509) for _ in range(20)]
+    return [(0, first, 2), (0, writer, 8), (2, reader, 8), *([(2, behind, 8)] if behind else [])]
 
 
 def run(options):
@@ -52,15 +61,14 @@ def run(options):
     engine = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=512, max_num_batched_tokens=128, max_num_seqs=24, block_size=32,
                   enforce_eager=True, enable_prefix_caching=True, seed=0)  # fmt: skip
     llm = LLM(options["model"], **{**engine, **options.get("engine", {})})
-    waiting = make_requests(options["requests"], options.get("seed", 0), options.get("longest", 200))
-    tokens, cached, number = {}, 0, 0
+    waiting = list(enumerate(options["arrivals"]))
+    tokens, cached, step = {}, 0, 0
     while waiting or llm.llm_engine.has_unfinished_requests():
-        for _ in range(options.get("per_step", 3)):
-            if waiting:
-                prompt, max_tokens = waiting.pop(0)
-                sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-                llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-                number += 1
+        while waiting and waiting[0][1][0] <= step:
+            number, (_, prompt, max_tokens) = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        step += 1
         for output in llm.llm_engine.step():
             if output.finished:
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
@@ -71,8 +79,11 @@ def run(options):
 def _stats(worker):
     from dynaflow.integrations.vllm import stats
 
-    mine = stats()
-    return {"steps": mine.steps, "split_steps": mine.split_steps, "cut_requests": mine.cut_requests, "fallbacks": dict(mine.fallbacks)}
+    import dynaflow as df
+
+    mine, engine = stats(), df.stats()
+    return {"steps": mine.steps, "split_steps": mine.split_steps, "cut_requests": mine.cut_requests, "fallbacks": dict(mine.fallbacks),
+            "captures": engine.captures, "launches": engine.num_launches, "part_launches": engine.num_part_launches}  # fmt: skip
 
 
 if __name__ == "__main__":
