@@ -105,6 +105,11 @@ class Op:
     module: str = ""
 
 
+def is_state(token: str) -> bool:
+    """Whether a token is one that a split rule names, none of the engine's own."""
+    return token not in ("rng", CALLER) and not token.startswith("group:")
+
+
 class Access(NamedTuple):
     """One op's touch of one storage. `by_rows`: a part touches its own rows only."""
 

@@ -55,9 +55,22 @@ def reader_before_writer(length_behind):
     return [(0, first, 2), (0, writer, 8), (2, reader, 8), *([(2, behind, 8)] if behind else [])]
 
 
+def make_mistake(name):
+    """What a test's twin leaves out, to see that it is needed."""
+    from dynaflow.integrations import vllm, vllm_steps
+
+    if name == "order":
+        vllm._cache_of_layer = lambda call: []
+    else:
+        assert name == "together"
+        vllm_steps.readers_before_writers = lambda runner, starts: []
+
+
 def run(options):
     from vllm import LLM, SamplingParams
 
+    if options.get("mistake"):
+        make_mistake(options["mistake"])
     engine = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=512, max_num_batched_tokens=128, max_num_seqs=24, block_size=32,
                   enforce_eager=True, enable_prefix_caching=True, seed=0)  # fmt: skip
     llm = LLM(options["model"], **{**engine, **options.get("engine", {})})
