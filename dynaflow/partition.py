@@ -188,12 +188,12 @@ def _module_rules(path: list[tuple[str, Any]], rules: list[Rule]) -> list[tuple[
 
 def is_large(info: Any, total_macs: int) -> bool:
     is_alone = any(c == FETCH or _is_collective(c) or any(a in c for a in ATTENTION) for c in info.calls)
-    return info.macs > LARGE_SHARE * total_macs or is_alone or _uses_group(info)
+    return info.macs > LARGE_SHARE * total_macs or is_alone or _uses_what_is_shared(info)
 
 
-def _uses_group(info: Any) -> bool:
-    """Whether it is a collective by its split rule's word: a serving engine's own all-reduce."""
-    return any(token.startswith("group:") for token in info.uses)
+def _uses_what_is_shared(info: Any) -> bool:
+    """A process group or other state, by its split rule's word: a serving engine's own all-reduce, or its attention."""
+    return any(token != "rng" for token in info.uses)
 
 
 def _is_collective(call: str) -> bool:
@@ -206,7 +206,7 @@ def _anchor_name(info: Any, module: str) -> str:
             return re.sub(r"[.]parametrizations[.](\w+)[.]\d+$", r".\1", module) + ".fetch"
         if "scaled_dot_product" in call:
             return f"{module}.sdpa".strip(".")
-        if _is_collective(call) or any(a in call for a in ATTENTION) or _uses_group(info):
+        if _is_collective(call) or any(a in call for a in ATTENTION) or _uses_what_is_shared(info):
             return f"{module}.{call.split('.')[1]}".strip(".")
     return module
 

@@ -203,7 +203,7 @@ def read_settings(**options: Any) -> Settings:
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
     if settings.align is not None and not callable(settings.align):
-        raise OptionError("align must be a function of the rows that parts are cut at.", fix="align=lambda rows: [nearest(r) for r in rows]")
+        raise OptionError("align must be a function of the rows that are cut at.", fix="align=lambda rows: [nearest(r) for r in rows]")
     if settings.align is not None and settings.runtime == "graph":
         raise OptionError(
             "align= moves cuts from call to call, and runtime='graph' records them.", why="each move would be a recording",

@@ -79,9 +79,9 @@ def asked_for(config: Any) -> dict[str, Any] | None:
 def _install(runner: Any, options: dict[str, Any]) -> None:
     for name in ("_model_forward", "_build_attention_metadata"):
         vars(runner).pop(name, None)  # the KV cache is initialised anew
-    if reason := refusal(runner):
-        log.warning("dynaflow leaves this model to vLLM: %s", reason)
-        TOTAL.fallbacks[reason] += 0
+    TOTAL.refusal = refusal(runner)
+    if TOTAL.refusal:
+        log.warning("dynaflow leaves this model to vLLM: %s", TOTAL.refusal)
         return
     _tell_split_rules()
     _log_as_vllm_does()
@@ -99,18 +99,20 @@ def _log_as_vllm_does() -> None:
 
 
 def _refuse_v2(runner: Any, options: dict[str, Any]) -> None:
-    log.warning("dynaflow leaves this model to vLLM: it runs on Model Runner V2; VLLM_USE_V2_MODEL_RUNNER=0 chooses the other")
+    TOTAL.refusal = "it runs on Model Runner V2; VLLM_USE_V2_MODEL_RUNNER=0 chooses the other"
+    log.warning("dynaflow leaves this model to vLLM: %s", TOTAL.refusal)
 
 
 def refusal(runner: Any) -> str:
     """Why nothing of this model is split; empty where it may be."""
     config, parallel = runner.vllm_config, runner.parallel_config
     layers = {type(x).__name__ for x in config.compilation_config.static_forward_context.values() if isinstance(x, AttentionLayerBase)}
-    specs = {type(g.kv_cache_spec).__name__ for g in runner.kv_cache_config.kv_cache_groups if not isinstance(g.kv_cache_spec, AttentionSpec)}
-    groups = [group for groups in runner.attn_groups for group in groups]
+    specs = {type(spec).__name__ for g in runner.kv_cache_config.kv_cache_groups if not isinstance(spec := g.kv_cache_spec, AttentionSpec)}
+    has_smaller_blocks = any(getattr(g, "kernel_block_table", None) is not None for groups in runner.attn_groups for g in groups)
     against = {
         "a pipeline of several ranks": parallel.pipeline_parallel_size > 1,
         "data parallel ranks, which must take the same steps": parallel.data_parallel_size > 1,
+        "expert parallel ranks, whose collectives are inside of the experts": parallel.enable_expert_parallel,
         "vLLM's own micro-batches (DBO)": parallel.use_ubatching,
         "a context that lies on several ranks (DCP)": runner.dcp_world_size > 1,
         "LoRA, whose adapters are looked up by a token's place in the step": config.lora_config is not None,
@@ -120,7 +122,7 @@ def refusal(runner: Any) -> str:
         "attention both ways over a prefix, which vLLM does not cut": runner.is_mm_prefix_lm or bool(runner.model_config.rswa_window),
         f"attention layers of type {', '.join(sorted(layers - {'Attention'}))}": layers != {Attention.__name__},
         f"a cache of {', '.join(sorted(specs))}": bool(specs),
-        "an attention backend with smaller blocks than the cache's": any(getattr(g, "kernel_block_table", None) is not None for g in groups),
+        "an attention backend with smaller blocks than the cache's": has_smaller_blocks,
     }  # fmt: skip
     return next((reason for reason, holds in against.items() if holds), "")
 

@@ -1,6 +1,6 @@
 """A step of vLLM's engine, in parts.
 
-1. The model is captured once; its tokens are the batch. Cuts move to requests' first tokens.
+1. The model is captured once; its tokens are the batch. Cuts move to requests' first tokens (`requests.py`).
 2. Each part has a forward context of its own, with the attention metadata that vLLM's builders make for its requests.
 3. Attention of one layer runs part after part (`kv:<layer>`), so a request may be cut inside: its later tokens read what its earlier
    ones wrote. No cut lies between a reader of the prefix cache and a writer that comes behind it in the batch.
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch._dynamo.exc import TorchDynamoException
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
@@ -28,6 +27,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice
 import dynaflow as df
 from dynaflow.engine import Rows
 from dynaflow.errors import DynaFlowError, FellBack, RankMissing
+from dynaflow.integrations.requests import place_cuts, readers_before_writers
 
 log = logging.getLogger("vllm.dynaflow")
 
@@ -40,6 +40,8 @@ class Stats:
     cut_requests: int = 0
     # reason -> steps that ran as vLLM has them
     fallbacks: Counter[str] = field(default_factory=Counter)
+    # why the model is left to vLLM for good
+    refusal: str = ""
 
 
 TOTAL = Stats()
@@ -55,7 +57,7 @@ class Steps:
         self._call: dict[str, Any] = {}
         self._starts = np.zeros(1, np.int64)
         self._builders: dict[tuple[int, int], Any] = {}
-        self._refusal = ""
+        self._signature = inspect.signature(self._build)
         positions = 1 if runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0) else 0  # the latter: vLLM 0.25
         self.fast = df.compile(
             runner.get_model(), strategy=strategy, partition=["auto", df.SplitModule(Attention, kind="memory")], compiler=compiler,
@@ -65,14 +67,14 @@ class Steps:
 
     def build_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the runner's: it is called again for parts."""
-        self._call = inspect.signature(self._build).bind(*args, **kwargs).arguments
+        self._call = self._signature.bind(*args, **kwargs).arguments
         return self._build(*args, **kwargs)
 
     def forward(self, input_ids: Any = None, positions: Any = None, intermediate_tensors: Any = None, inputs_embeds: Any = None,
                 **others: Any) -> Any:  # fmt: skip
         """In the place of the runner's."""
         num_tokens, context = self._call.get("num_tokens", 0), get_forward_context()
-        reason = self._refusal or (
+        reason = TOTAL.refusal or (
             f"fewer than {self.min_tokens} tokens" if num_tokens < self.min_tokens
             else "vLLM has a CUDA Graph for it" if context.cudagraph_runtime_mode != CUDAGraphMode.NONE
             else "the model takes more than tokens" if context.skip_compiled or others else "")  # fmt: skip
@@ -85,7 +87,7 @@ class Steps:
             except RankMissing:
                 raise
             except (DynaFlowError, TorchDynamoException) as error:
-                reason = self._refusal = str(error).splitlines()[0]
+                reason = TOTAL.refusal = str(error).splitlines()[0]
                 log.error("dynaflow leaves this model to vLLM from here on: %s", error)
         TOTAL.fallbacks[reason] += 1
         return self._forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
@@ -105,24 +107,18 @@ class Steps:
         return result
 
     def align(self, cuts: Sequence[int]) -> list[int]:
-        """To requests' first tokens, where one is near; else inside a request; never between a reader and a writer behind it."""
-        starts, num_tokens = self._starts, int(self._starts[-1])
-        allowed = np.ones(num_tokens + 1, bool)
-        for reader, writer in readers_before_writers(self.runner, starts):
-            allowed[starts[reader] + 1 : starts[writer + 1]] = False
-        near = num_tokens // (4 * len(cuts) + 4)
-        moved, last = [], 0
-        for cut in cuts:
-            rows = last + 1 + np.flatnonzero(allowed[last + 1 : num_tokens])
-            if not rows.size:
-                raise FellBack("no cut leaves readers of the prefix cache with their writers.")
-            between = np.intersect1d(starts, rows)
-            if between.size and np.abs(between - cut).min() <= near:
-                rows = between
-            last = int(rows[np.abs(rows - cut).argmin()])
-            moved.append(last)
-        TOTAL.cut_requests += int((~np.isin(moved, starts)).sum())
+        moved = place_cuts(cuts, self._starts, self._together())
+        TOTAL.cut_requests += int((~np.isin(moved, self._starts)).sum())
         return moved
+
+    def _together(self) -> set[tuple[int, int]]:
+        """(reader, writer) of the prefix cache, where the reader comes first in the batch."""
+        batch = self.runner.input_batch
+        if not self.runner.cache_config.enable_prefix_caching:
+            return set()
+        computed = batch.num_computed_tokens_cpu[: len(self._starts) - 1].astype(np.int64)
+        tables = batch.block_table.block_tables
+        return set().union(*(readers_before_writers(computed, self._starts, t.get_numpy_array(), t.block_size) for t in tables))
 
     def contexts(self, parts: Sequence[Rows]) -> list[AbstractContextManager[None]]:
         whole = get_forward_context()
@@ -153,22 +149,3 @@ class Steps:
         finally:
             for group, builders in zip(groups, theirs):
                 group.metadata_builders = builders
-
-
-def readers_before_writers(runner: Any, starts: np.ndarray) -> list[tuple[int, int]]:
-    """(reader, writer): requests of one step, in the order of the batch, of which the first was admitted on blocks of the prefix cache
-    that the second is only computing now."""
-    num_requests = len(starts) - 1
-    computed = runner.input_batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
-    found = []
-    for table in runner.input_batch.block_table.block_tables:
-        blocks, size = table.get_numpy_array()[:num_requests], table.block_size
-        columns = np.arange(blocks.shape[1])
-        first, end = computed // size, -(-(computed + np.diff(starts)) // size)
-        writer = np.full(int(blocks.max()) + 1, -1)
-        rows, at = np.nonzero((columns >= first[:, None]) & (columns < end[:, None]))
-        writer[blocks[rows, at]] = rows
-        readers, at = np.nonzero(columns < first[:, None])
-        writers = writer[blocks[readers, at]]
-        found += [(int(r), int(w)) for r, w in set(zip(readers[writers > readers], writers[writers > readers]))]
-    return found

@@ -300,7 +300,8 @@ def test_parts_are_cut_where_the_caller_says(strategy, runtime):
         return [contextlib.nullcontext() for _ in parts]
 
     w = torch.randn(4, 4)
-    options = dict(strategy=strategy, partition=["auto", df.SplitFunc(torch.nn.functional.scaled_dot_product_attention)], batch={"q": 0})
+    partition = ["auto", df.SplitFunc(torch.nn.functional.scaled_dot_product_attention)]
+    options = {"strategy": strategy, "partition": partition, "batch": {"q": 0}}
     fast = df.compile(function, strict=True, align=ToMultiplesOfFive(), runtime=runtime, **options)
     for n in (23, 31, 23):
         x = torch.randn(n, 3, 4)

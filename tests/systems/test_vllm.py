@@ -22,7 +22,8 @@ def serve(folder, model, arrivals, dynaflow=None, env=None, mistake=None, **engi
     if dynaflow is not None:
         engine["additional_config"] = {"dynaflow": dynaflow}
     options = {"model": str(model), "arrivals": arrivals, "engine": engine, "mistake": mistake}
-    env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
+    env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+           **(env or {})}  # fmt: skip
     ran = subprocess.run([sys.executable, HERE / "vllm_load.py", json.dumps(options), results], env=env, capture_output=True, text=True,
                          timeout=240)  # fmt: skip
     log = ran.stdout + ran.stderr
@@ -46,7 +47,7 @@ def plain(folder, model):
     """Without DynaFlow: chunked prefill, prefix caching, 60 requests."""
     results, _ = serve(folder, model, vllm_load.mixed())
     assert len(results["tokens"]) == 60 and results["cached_tokens"] > 500
-    assert results["stats"] == [{**results["stats"][0], "steps": 0, "captures": 0, "fallbacks": {}}]
+    assert results["stats"] == [{**results["stats"][0], "steps": 0, "captures": 0, "fallbacks": {}, "refusal": ""}]
     return results
 
 
@@ -97,7 +98,7 @@ def test_experts(folder):
 
 
 def test_two_ranks(folder, model):
-    two = dict(tensor_parallel_size=2, distributed_executor_backend="mp")
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     wanted, _ = serve(folder, model, vllm_load.mixed(), **two)
     results, log = serve(folder, model, vllm_load.mixed(), ON, **two)
     assert_same(results, wanted)
@@ -136,7 +137,8 @@ def test_a_reader_of_the_prefix_cache_stays_with_its_writer(folder, model, lengt
 
 
 def test_an_environment_variable_is_enough(folder, model, plain):
-    results, log = serve(folder, model, vllm_load.mixed(), env={"DYNAFLOW_STRATEGY": "vllm_strategies:DecodeOnly", "DYNAFLOW_MIN_TOKENS": "4"})
+    asked = {"DYNAFLOW_STRATEGY": "vllm_strategies:DecodeOnly", "DYNAFLOW_MIN_TOKENS": "4"}
+    results, log = serve(folder, model, vllm_load.mixed(), env=asked)
     assert_same(results, plain)
     (stats,) = results["stats"]
     assert stats["split_steps"] > 0 and any("a prompt is computed" in reason for reason in stats["fallbacks"])
@@ -154,14 +156,15 @@ def test_a_mistaken_strategy_is_said_once(folder, model, plain):
     results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": "vllm_strategies:Mistaken"})
     assert_same(results, plain)
     (stats,) = results["stats"]
-    assert stats["split_steps"] == 0 and stats["steps"] == sum(stats["fallbacks"].values())
+    assert stats["split_steps"] == 0 and stats["steps"] == sum(stats["fallbacks"].values()) and stats["fallbacks"][stats["refusal"]] > 1
     assert log.count("dynaflow leaves this model to vLLM from here on") == 1 and "model.norm" in log
 
 
 def test_refuses_lora(folder, model, plain):
     results, log = serve(folder, model, vllm_load.mixed(), ON, enable_lora=True)
     assert_same(results, plain)
-    assert "dynaflow leaves this model to vLLM: LoRA" in log and results["stats"][0]["steps"] == 0
+    (stats,) = results["stats"]
+    assert stats["refusal"].startswith("LoRA") and f"dynaflow leaves this model to vLLM: {stats['refusal']}" in log and not stats["steps"]
 
 
 def test_rejects_an_unknown_option(folder, model):

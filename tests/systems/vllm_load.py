@@ -17,9 +17,11 @@ def make_model(path, kind="qwen3", layers=2):
     import torch
     import transformers
 
-    sizes = dict(
-        vocab_size=509, hidden_size=128, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, pad_token_id=2)  # fmt: skip
+    sizes = {
+        "vocab_size": 509, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
     if kind == "qwen3_moe":
         sizes.update(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True)
     names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
@@ -63,7 +65,7 @@ def make_mistake(name):
         vllm._cache_of_layer = lambda call: []
     else:
         assert name == "together"
-        vllm_steps.readers_before_writers = lambda runner, starts: []
+        vllm_steps.readers_before_writers = lambda *_: set()
 
 
 def run(options):
@@ -71,8 +73,10 @@ def run(options):
 
     if options.get("mistake"):
         make_mistake(options["mistake"])
-    engine = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=512, max_num_batched_tokens=128, max_num_seqs=24, block_size=32,
-                  enforce_eager=True, enable_prefix_caching=True, seed=0)  # fmt: skip
+    engine = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 24,
+        "block_size": 32, "enforce_eager": True, "enable_prefix_caching": True, "seed": 0,
+    }  # fmt: skip
     llm = LLM(options["model"], **{**engine, **options.get("engine", {})})
     waiting = list(enumerate(options["arrivals"]))
     tokens, cached, step = {}, 0, 0
@@ -90,13 +94,11 @@ def run(options):
 
 
 def _stats(worker):
+    import dynaflow as df
     from dynaflow.integrations.vllm import stats
 
-    import dynaflow as df
-
-    mine, engine = stats(), df.stats()
-    return {"steps": mine.steps, "split_steps": mine.split_steps, "cut_requests": mine.cut_requests, "fallbacks": dict(mine.fallbacks),
-            "captures": engine.captures, "launches": engine.num_launches, "part_launches": engine.num_part_launches}  # fmt: skip
+    engine = df.stats()
+    return {**vars(stats()), "captures": engine.captures, "launches": engine.num_launches, "part_launches": engine.num_part_launches}
 
 
 if __name__ == "__main__":
