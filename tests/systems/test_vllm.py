@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm_load
+from tests.systems import vllm_load
 
 HERE = Path(__file__).parent
 ON = {"min_tokens": 16}
