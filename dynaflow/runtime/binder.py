@@ -42,7 +42,6 @@ from dynaflow.runtime.program import (
     Program,
     Unit,
     View,
-    rows_of,
     same_stride,
 )  # fmt: skip
 
@@ -210,13 +209,16 @@ class Binder:
     def _compile_sizes(self) -> Callable[..., Any]:
         """One function of (symbols..., batch, rows where parts begin and end, offsets): every shape, stride and offset of the plan."""
         flow, layouts = self.flow, self.program.layouts
-        parts = list(dict.fromkeys([WHOLE, *self.plan.parts, *(v.part for v in self._index), *(p for _, p in self._exprs)]))
+        launched = (part for launch in self.plan.launches for _, part in launch.calls)
+        parts = list(dict.fromkeys([WHOLE, *launched, *(v.part for v in self._index), *(p for _, p in self._exprs)]))
         # where parts begin and end, as shares of the batch
-        self.shares = sorted({Fraction(n, part.of) for part in parts for n in (part.lo, part.hi)})
-        number = {share: i for i, share in enumerate(self.shares)}
+        shares = sorted({Fraction(n, part.of) for part in parts for n in (part.lo, part.hi)})
+        self._shares = [(share.numerator, share.denominator) for share in shares]
+        # each part, and which of them it lies between
+        self._between = [(part, shares.index(Fraction(part.lo, part.of)), shares.index(Fraction(part.hi, part.of))) for part in parts]
         lines = [f"def bind({', '.join((*flow.symbols, '_batch', '_row', '_offset'))}):"]
-        for k, part in enumerate(parts):
-            lines.append(f"  _lo{k}, _hi{k} = _row[{number[Fraction(part.lo, part.of)]}], _row[{number[Fraction(part.hi, part.of)]}]")
+        for k, (part, lo, hi) in enumerate(self._between):
+            lines.append(f"  _lo{k}, _hi{k} = _row[{lo}], _row[{hi}]")
             if not part.is_whole:
                 lines.append(f"  if _hi{k} <= _lo{k}: raise _Empty({k})")
         at = {part: k for k, part in enumerate(parts)}
@@ -269,10 +271,10 @@ class Binder:
         flow, plan = self.flow, self.plan
         batch_size = sizes[flow.batch[0]] if flow.batch else 1
         memory = memory or bind_memory(flow, plan, sizes)
-        rows = [batch_size * share.numerator // share.denominator for share in self.shares]
+        rows = [batch_size * numerator // denominator for numerator, denominator in self._shares]
         if cuts is not None:
+            assert len(cuts) == len(rows) - 2
             rows[1:-1] = cuts
-        assert len(rows) == len(self.shares) and rows == sorted(rows)
         try:
             placed, given, allocated, inside, relaid, numbers = self._sizes(
                 *[sizes[s] for s in flow.symbols], batch_size, rows, memory.offsets)  # fmt: skip
@@ -280,22 +282,22 @@ class Binder:
             raise errors.BatchTooSmall(
                 f"the batch of {batch_size} rows is smaller than the plan's parts: part {self._parts[empty.args[0]]} has no row.",
                 fix="let the strategy fall back: `if flow.context.batch_size < n: return flow.sequential(...)`") from None  # fmt: skip
-        rows_at = dict(zip(self.shares, rows))
-        one = _Binding(self, sizes, rows_at, placed, given, inside, relaid, numbers)
+        rows_of = {part: (rows[lo], rows[hi]) for part, lo, hi in self._between}
+        one = _Binding(self, sizes, rows_of, placed, given, inside, relaid, numbers)
         instructions = tuple(Instruction(code, s, one.call(what) if code == LAUNCH else what) for code, s, what in self._steps)
         if one.kept:
             allocated = tuple(a for a in allocated if a[0] not in one.kept)
             placed = tuple(p for p in placed if p[0] not in one.kept)
-        return Bound(plan, self.program, sizes, batch_size, rows_at, memory, instructions, plan.streams, self._views, placed, given,
-                     allocated, self._outputs, self._drops, len(plan.launches), self._num_part_launches)  # fmt: skip
+        return Bound(plan, self.program, sizes, batch_size, tuple(rows[1:-1]), rows_of, memory, instructions, plan.streams, self._views,
+                     placed, given, allocated, self._outputs, self._drops, len(plan.launches), self._num_part_launches)  # fmt: skip
 
 
 class _Binding:
     """3. One binding under way: entries for its sizes, and what becomes of each result."""
 
-    def __init__(self, binder: Binder, sizes: Mapping[str, int], rows_at: Mapping[Fraction, int], placed: Any, given: Any, inside: Any,
-                 relaid: Any, numbers: Any):  # fmt: skip
-        self._binder, self._sizes, self._rows_of = binder, sizes, rows_at
+    def __init__(self, binder: Binder, sizes: Mapping[str, int], rows_of: Mapping[Part, tuple[int, int]], placed: Any, given: Any,
+                 inside: Any, relaid: Any, numbers: Any):  # fmt: skip
+        self._binder, self._sizes, self._rows_of = binder, sizes, rows_of
         self._placed = {p[0]: p for p in placed}
         self._given = {g[0]: g for g in given}
         self._inside: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -340,7 +342,7 @@ class _Binding:
             num_args = len(work.args)
             return Entry(lambda args: (into(*args), args[num_args:])[1], ("",) * len(work.outs))
         if compiler is not None and work.is_compiled:
-            lo, hi = rows_of(part, self._rows_of)
+            lo, hi = self._rows_of[part]
             entry = compiler.entry(work.unit, {**self._sizes, **dict.fromkeys(binder.flow.batch, hi - lo)})
             # what is changed in place cannot be copied to where the unit could take it
             if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):

@@ -7,7 +7,6 @@ instructions. `Bound.tensors` makes the views for one call; a runtime then issue
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from typing import Any, Callable, Mapping, NamedTuple, Protocol, Sequence
 
@@ -198,10 +197,6 @@ def scratch(geometry: Geometry) -> torch.Tensor:
     return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device=geometry.device)
 
 
-def rows_of(part: Part, rows_at: Mapping[Fraction, int]) -> tuple[int, int]:
-    return rows_at[Fraction(part.lo, part.of)], rows_at[Fraction(part.hi, part.of)]
-
-
 class Copy(NamedTuple):
     """Bytes that a launch moves besides its work."""
 
@@ -219,8 +214,9 @@ class Bound:
     program: Program
     sizes: Mapping[str, int]
     batch_size: int
-    # where parts begin and end: share of the batch -> row
-    rows_at: Mapping[Fraction, int]
+    # the rows between parts, in order; and the first row of each part, with that behind its last
+    cuts: tuple[int, ...]
+    rows_of: Mapping[Part, tuple[int, int]]
     memory: Memory
     instructions: tuple[Instruction, ...]
     streams: tuple[Any, ...]
@@ -241,12 +237,7 @@ class Bound:
 
     @property
     def rows(self) -> list[tuple[Part, int, int]]:
-        return [(part, *rows_of(part, self.rows_at)) for part in self.plan.parts]
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The rows between parts, in order."""
-        return tuple(self.rows_at.values())[1:-1]
+        return [(part, *self.rows_of[part]) for part in self.plan.parts]
 
     @cached_property
     def output_geometries(self) -> list[Geometry]:
@@ -281,7 +272,7 @@ class Bound:
     def bytes_of(self, view: int) -> int:
         """Of the rows that a view shows."""
         value, part = self.views[view]
-        lo, hi = rows_of(part, self.rows_at)
+        lo, hi = self.rows_of[part]
         nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
         return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
 
