@@ -20,6 +20,7 @@ reported.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -78,7 +79,7 @@ def serve(wish: Result) -> None:
     def round_(load: Sequence[int]) -> Result:
         waiting = list(enumerate(arrivals(load, wish["vocabulary"])))
         llm.reset_prefix_cache()
-        split_before, steps_before = stats().split_steps, stats().steps
+        before = copy.deepcopy(stats())
         tokens: dict[str, list[int]] = {}
         step, began = 0, time.perf_counter()
         while waiting or llm.llm_engine.has_unfinished_requests():
@@ -92,8 +93,8 @@ def serve(wish: Result) -> None:
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
         ms = (time.perf_counter() - began) * 1e3
         found = stats()
-        return {"ms": ms, "tokens": tokens, "steps": step, "split_steps": found.split_steps - split_before,
-                "runner_steps": found.steps - steps_before, "fallbacks": dict(found.fallbacks), "refusal": found.refusal}  # fmt: skip
+        return {"ms": ms, "tokens": tokens, "steps": found.steps - before.steps, "split_steps": found.split_steps - before.split_steps,
+                "fallbacks": dict(found.fallbacks - before.fallbacks), "refusal": found.refusal}  # fmt: skip
 
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -180,7 +181,7 @@ def as_row(
         "repetitions": args.rounds, "ours": figures[strategy],
         "baselines": {way: figures[way] for way in ("vllm", f"{strategy}, no overlap")}, "against": "vllm", "speedup": gain["ratio"],
         "interval": [gain["low"], gain["high"]], "equal": f"{equal:.0%} of requests token by token",
-        "steps": ours["runner_steps"], "split_steps": ours["split_steps"], "fallbacks": ours["fallbacks"], "note": ours["refusal"],
+        "steps": ours["steps"], "split_steps": ours["split_steps"], "fallbacks": ours["fallbacks"], "note": ours["refusal"],
     }  # fmt: skip
     return stamped(f"{load}, {strategy}", "serving", config, result, args.made_by, "cuda" if torch.cuda.is_available() else "cpu")
 
