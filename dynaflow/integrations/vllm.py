@@ -47,7 +47,7 @@ def stats(worker: Any = None) -> Stats:
 def register() -> None:
     """The plugin. vLLM may call it several times."""
     for cls, put in ((GPUModelRunner, _install), (RunnerV2, _refuse_v2)):
-        if not hasattr(cls.initialize_kv_cache, "__wrapped__"):
+        if cls.initialize_kv_cache.__code__.co_filename != __file__:
             cls.initialize_kv_cache = _followed_by(cls.initialize_kv_cache, put)
 
 
