@@ -267,7 +267,9 @@ class _Listener(TorchDispatchMode):
         heard.calls.append(str(call.func))
         heard.read.update(storage_key(t) for t in call.tensors)
         heard.written.update(storage_key(t) for t in call.written)
-        heard.uses.update(dict.fromkeys(groups(call.arguments)))
+        entry = find(call.func)
+        is_told = entry is not None and entry.uses is not None
+        heard.uses.update(dict.fromkeys(entry.uses(call) if is_told else groups(call.arguments)))  # type: ignore[union-attr, misc]
         if is_random(call) or call.is_opaque:
             heard.uses["rng"] = None
         reason, is_state = judge(call, self.memory)

@@ -177,6 +177,7 @@ def compile(
     never_slower: bool = False,
     max_memory: float | None = None,
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    align: Callable[[Sequence[int]], Sequence[int]] | None = None,
 ) -> Any:
     """Run `model` (a module or a function) under the plans that `strategy` makes.
 
@@ -199,12 +200,13 @@ def compile(
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
                   inputs included. None: 1.25 times, or 256 MiB more where that is more: libraries keep 32 MiB and more per stream
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
+    align         `fn(rows)` moves the rows that this call's parts are cut at to where it may be cut (a request's first token)
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
         strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, buckets=buckets,
         borrow=borrow, fixed_weights=fixed_weights, never_slower=never_slower, max_memory=max_memory,
-        part_context=part_context, name=name,
+        part_context=part_context, align=align, name=name,
     )  # fmt: skip
     compiled = Compiled(model, settings)
     if not isinstance(model, torch.nn.Module):

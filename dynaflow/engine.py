@@ -262,6 +262,11 @@ class CapturedGraph:
                 return self._whole(*args)
             else:
                 bound = bound.bound
+        if self.settings.align is not None:
+            try:
+                bound = self._moved(bound, sizes)
+            except errors.BatchTooSmall as error:
+                return self._fall_back(Fallback(str(error), error), args)
         if is_serialised():
             bound = self._serial_bound(bound, sizes)
         elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
@@ -368,17 +373,20 @@ class CapturedGraph:
                     if self.settings.strict:
                         raise
                     bound = self._our_bug("planned", error)
-                if len(self._bound) >= MAX_BOUND:
-                    oldest = next(iter(self._bound))
-                    self._bound.pop(oldest)
-                    self._steady.pop(oldest, None)
                 key = self._key(sizes, tags)
-                self._bound[key] = bound
+                self._keep(key, bound)
                 if self.settings.never_slower and not is_measuring():
                     self._unmeasured.add(key)
                 else:
                     self._unmeasured.discard(key)
             return bound
+
+    def _keep(self, key: Any, bound: Bound | Fallback) -> None:
+        if len(self._bound) >= MAX_BOUND:
+            oldest = next(iter(self._bound))
+            self._bound.pop(oldest)
+            self._steady.pop(oldest, None)
+        self._bound[key] = bound
 
     def _known(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Bound | Fallback | None:
         """What runs for sizes and tags that were seen before; None where that is to be measured first."""
@@ -516,7 +524,29 @@ class CapturedGraph:
             if plan is not bound.plan or binder is None:
                 binder = Binder(bound.plan.serialised(), bound.program)
                 self._serial[id(bound.plan)] = (bound.plan, binder)
-            return binder.bind(dict(zip(self.flow.symbols, sizes)))
+            return binder.bind(dict(zip(self.flow.symbols, sizes)), cuts=bound.cuts)
+
+    def _moved(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:
+        """The same plan, cut where this call may be cut."""
+        cuts, align = bound.cuts, self.settings.align
+        if align is None or not cuts:
+            return bound
+        moved = tuple(align(cuts))
+        if len(moved) != len(cuts) or any(a > b for a, b in zip((0, *moved), (*moved, bound.batch_size))):
+            raise errors.OptionError(
+                f"align moved the cuts at rows {list(cuts)} to {list(moved)}.", why=f"the batch has {bound.batch_size} rows",
+                fix="return as many rows, in order")  # fmt: skip
+        if moved == cuts:
+            return bound
+        with self.settings.lock:
+            there = self._bound.get((bound, moved))
+            if there is None:
+                binder = next(p.binder for p in self.plans if p.binder is not None and p.plan is bound.plan)
+                there = binder.bind(bound.sizes, bound.memory, moved)
+                self._keep((bound, moved), there)
+                self.settings.count(binds=1)
+            assert isinstance(there, Bound)
+            return there
 
     def _op_by_op(self, sizes: tuple[int, ...]) -> Bound:
         """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""

@@ -96,12 +96,18 @@ class Op:
     writes: tuple[str, ...]
     # values changed in place
     mutates: tuple[str, ...] = ()
-    # tokens: "rng" (users keep program order), "group:<name>" (users are ordered, in any order that all ranks share)
+    # tokens: "rng" and state that a split rule names (users keep program order, parts that of their rows), "group:<name>" (users are
+    # ordered, in any order that all ranks share)
     uses: tuple[str, ...] = ()
     # why it must run over the whole batch; empty when it may be split
     unsplittable: str = ""
     # the module it came from, for people
     module: str = ""
+
+
+def is_state(token: str) -> bool:
+    """Whether a token is one that a split rule names, none of the engine's own."""
+    return token not in ("rng", CALLER) and not token.startswith("group:")
 
 
 class Access(NamedTuple):

@@ -143,7 +143,7 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) 
             keys[node] = (("module", name), Group(name, [], name, rule_.kind, rule_.splittable, "rule"))
         elif is_auto:
             is_anchor = is_large(info, total_macs)
-            label = _anchor_name(info.calls, module) if is_anchor else module
+            label = _anchor_name(info, module) if is_anchor else module
             keys[node] = (("anchor", node.name) if is_anchor else ("auto", module), Group(label, [], module, None, None, "auto", is_anchor))
         else:
             keys[node] = (("rest",), Group(module or node.name, [], module, None, None, "rest"))
@@ -188,20 +188,25 @@ def _module_rules(path: list[tuple[str, Any]], rules: list[Rule]) -> list[tuple[
 
 def is_large(info: Any, total_macs: int) -> bool:
     is_alone = any(c == FETCH or _is_collective(c) or any(a in c for a in ATTENTION) for c in info.calls)
-    return info.macs > LARGE_SHARE * total_macs or is_alone
+    return info.macs > LARGE_SHARE * total_macs or is_alone or _uses_what_is_shared(info)
+
+
+def _uses_what_is_shared(info: Any) -> bool:
+    """A process group or other state, by its split rule's word: a serving engine's own all-reduce, or its attention."""
+    return any(token != "rng" for token in info.uses)
 
 
 def _is_collective(call: str) -> bool:
     return call.startswith(COLLECTIVES)
 
 
-def _anchor_name(calls: tuple[str, ...], module: str) -> str:
-    for call in calls:
+def _anchor_name(info: Any, module: str) -> str:
+    for call in info.calls:
         if call == FETCH:
             return re.sub(r"[.]parametrizations[.](\w+)[.]\d+$", r".\1", module) + ".fetch"
         if "scaled_dot_product" in call:
             return f"{module}.sdpa".strip(".")
-        if _is_collective(call) or any(a in call for a in ATTENTION):
+        if _is_collective(call) or any(a in call for a in ATTENTION) or _uses_what_is_shared(info):
             return f"{module}.{call.split('.')[1]}".strip(".")
     return module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import threading
 from collections import Counter
@@ -87,6 +88,7 @@ class Settings:
     # a plan of kernels that is chosen may hold this many times what Inductor's own order would; None: see dynaflow/trials.py
     max_memory: float | None = None
     part_context: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    align: Callable[[Sequence[int]], Sequence[int]] | None = None
     name: str = "flow"
     # names of the model's arguments, in order
     parameters: tuple[str, ...] = ()
@@ -154,9 +156,12 @@ class Settings:
 def read_strategy(strategy: Any) -> Strategy:
     if strategy is None or strategy == "auto":
         return Auto()
+    if isinstance(strategy, str) and ":" in strategy:
+        strategy = _imported(strategy)
     if isinstance(strategy, str):
         if strategy not in _NAMED:
-            raise OptionError(f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))} or a df.Strategy")
+            raise OptionError(
+                f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))}, 'module:Class' or a df.Strategy")
         return _NAMED[strategy]()
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         strategy = strategy()
@@ -165,10 +170,19 @@ def read_strategy(strategy: Any) -> Strategy:
     return strategy
 
 
+def _imported(path: str) -> Any:
+    """`package.module:Class`, for settings that are text: an environment variable, a command line."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"there is no strategy {path!r}.", why=str(error), fix="name it as 'package.module:Class'") from error
+
+
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
     known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "never_slower",
-             "max_memory", "part_context", "name"}  # fmt: skip
+             "max_memory", "part_context", "align", "name"}  # fmt: skip
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -203,14 +217,21 @@ def read_settings(**options: Any) -> Settings:
             "fixed_weights=True is about recordings.", why=f"runtime={settings.runtime!r} records nothing", fix="add runtime='graph'")
     if type(settings.never_slower) is not bool:
         raise OptionError(f"never_slower={settings.never_slower!r} is neither True nor False.", fix="never_slower=True lets it be measured")
-    if settings.never_slower and (settings.part_context is not None or settings.runtime.startswith("fake")):
-        what = "part_context=" if settings.part_context is not None else f"runtime={settings.runtime!r}"
-        why = "contexts are the caller's: a call cannot be repeated" if settings.part_context is not None else "it is no way to be fast"
+    callers = next((name for name in ("part_context", "align") if getattr(settings, name) is not None), "")
+    if settings.never_slower and (callers or settings.runtime.startswith("fake")):
+        what = f"{callers}=" if callers else f"runtime={settings.runtime!r}"
+        why = "it is the caller's, of one call: calls cannot be repeated" if callers else "it is no way to be fast"
         raise OptionError(f"never_slower=True cannot be had with {what}.", why=why, fix="leave one of them out")
     if not callable(settings.batch):
         check_batch(settings.batch)
     if settings.part_context is not None and not callable(settings.part_context):
         raise OptionError("part_context must be a function of the parts.", fix="part_context=lambda parts: [manager for part in parts]")
+    if settings.align is not None and not callable(settings.align):
+        raise OptionError("align must be a function of the rows that are cut at.", fix="align=lambda rows: [nearest(r) for r in rows]")
+    if settings.align is not None and settings.runtime == "graph":
+        raise OptionError(
+            "align= moves cuts from call to call, and runtime='graph' records them.", why="each move would be a recording",
+            fix="leave one of them out")  # fmt: skip
     return settings
 
 

@@ -2,7 +2,8 @@
 
 Contract: `take_apart` gives a graph over the plain tensors inside, in which the wrappers' own work (the collectives of a redistribution)
 is there to be seen, and that computes the same. Nodes that touch no wrapper are kept as Dynamo made them; each of the others becomes
-the ops that it comes down to, under its own name and module. Objects that are no tensors (a DeviceMesh) become constants.
+the ops that it comes down to, under its own name and module. Objects that are no tensors (a DeviceMesh) become constants; those that are
+known by their value (a layer's name, which a serving engine gives its ops) stand where they are used.
 
 Nothing is taken apart where gradients are needed, where the graph returns a wrapper, or where wrappers hold wrappers: such a graph
 runs as it is.
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._library.opaque_object import is_opaque_value_type
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -57,6 +59,11 @@ class _Constant:
     what: Any
 
 
+@dataclass(frozen=True)
+class _Value(_Constant):
+    """A constant that may stand in a graph: equal ones are the same to every op. Dynamo makes it anew from what it guards."""
+
+
 class _Stays(Exception):
     """The graph cannot be taken apart."""
 
@@ -92,8 +99,8 @@ class _Taking:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 self.env[node] = self._placeholder(node)
-            elif all(isinstance(self.env[arg], fx.Node) for arg in node.all_input_nodes) and not _is_wrapped(node):
-                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+            elif all(isinstance(self.env[arg], (fx.Node, _Value)) for arg in node.all_input_nodes) and not _is_wrapped(node):
+                self.env[node] = self.graph.node_copy(node, self._as_argument)
             elif node.op == "output":
                 raise _Stays
             else:
@@ -101,11 +108,16 @@ class _Taking:
         self.graph.lint()
         return Apart(fx.GraphModule(self.gm, self.graph), tuple(self.attributes))
 
+    def _as_argument(self, node: fx.Node) -> Any:
+        have = self.env[node]
+        return have.what if isinstance(have, _Value) else have
+
     def _placeholder(self, node: fx.Node) -> Any:
         fake, given = node.meta.get("example_value"), self.inputs[len(self.attributes)]
         if isinstance(fake, FakeScriptObject):
             self.attributes.append(())
-            return _Constant(given)
+            real = fake.real_obj
+            return _Value(real) if is_opaque_value_type(type(real)) else _Constant(given)
         if not is_traceable_wrapper_subclass(fake):
             self.attributes.append(None)
             return self.graph.node_copy(node)

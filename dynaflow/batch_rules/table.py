@@ -7,7 +7,7 @@ batch. What it claims is checked against the shapes afterwards; a wrong claim co
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
@@ -20,13 +20,15 @@ class Entry(NamedTuple):
     sizes: frozenset[str] = frozenset()
     # a user's rule also answers for what the op writes; ours have that checked
     answers_for_writes: bool = False
+    # tokens of the state that the op uses beside its arguments
+    uses: Callable[[Call], Sequence[str]] | None = None
 
 
 _ours: dict[str, Entry] = {}
 _users: dict[str, Entry] = {}
 
 
-def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = ()) -> None:
+def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = (), uses: Callable[[Call], Sequence[str]] | None = None) -> None:
     """Say how an op behaves on a slice of the batch.
 
         register_split_rule(torch.ops.mylib.norm, rowwise)
@@ -35,8 +37,12 @@ def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = ()) -> 
     `op` is an overload, all overloads (`torch.ops.mylib.norm`), or a higher-order op. `rule(call)` returns the batch axis of
     the outputs or a reason to refuse; `sizes` names the arguments that are sizes. An accepting rule also promises that
     whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
+
+    `uses(call)` names state that the op reads or changes and that is no argument of it (a serving engine's KV cache of one layer).
+    Who uses the same state keeps program order, and parts of one op run in the order of their rows. The name `group:<name>` is that of a
+    process group: its users run in one order on all ranks.
     """
-    _users[_key(op)] = Entry(rule, frozenset(sizes), answers_for_writes=True)
+    _users[_key(op)] = Entry(rule, frozenset(sizes), True, uses)
 
 
 def rowwise(call: Call) -> Verdict:

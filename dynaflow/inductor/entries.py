@@ -16,7 +16,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow.inductor.structure import NotCompiled, Spec
 from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
-from dynaflow.ir import Flow
+from dynaflow.ir import Flow, is_state
 from dynaflow.runtime.program import Entry, Expr, Layout, Unit
 from dynaflow.units import own
 
@@ -34,6 +34,8 @@ class Inductor:
         # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
         self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
         self._eager = {op.name: f"{op.kind} ops run as they are" for op in flow.ops if op.kind in _AS_THEY_ARE}
+        # What a split rule names (a layer's cache) is in the graph as a name or a number: compiled, each layer would be a unit of its own.
+        self._eager |= {op.name: "it uses state beside its arguments" for op in flow.ops if any(map(is_state, op.uses))}
         changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
         num_views = Counter(v.storage for v in flow.values)
         # Memory behind several arguments, and changed: Inductor takes every argument for memory of its own.

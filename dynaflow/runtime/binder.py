@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from fractions import Fraction
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from torch import fx
@@ -206,12 +207,18 @@ class Binder:
     # -- 2. sizes
 
     def _compile_sizes(self) -> Callable[..., Any]:
-        """One function of (symbols..., batch, offsets): every shape, stride and offset that the plan needs."""
+        """One function of (symbols..., batch, rows where parts begin and end, offsets): every shape, stride and offset of the plan."""
         flow, layouts = self.flow, self.program.layouts
-        parts = list(dict.fromkeys([WHOLE, *(v.part for v in self._index), *(p for _, p in self._exprs)]))
-        lines = [f"def bind({', '.join((*flow.symbols, '_batch', '_offset'))}):"]
-        for k, part in enumerate(parts):
-            lines.append(f"  _lo{k}, _hi{k} = _batch * {part.lo} // {part.of}, _batch * {part.hi} // {part.of}")
+        launched = (part for launch in self.plan.launches for _, part in launch.calls)
+        parts = list(dict.fromkeys([WHOLE, *launched, *(v.part for v in self._index), *(p for _, p in self._exprs)]))
+        # where parts begin and end, as shares of the batch
+        shares = sorted({Fraction(n, part.of) for part in parts for n in (part.lo, part.hi)})
+        self._shares = [(share.numerator, share.denominator) for share in shares]
+        # each part, and which of them it lies between
+        self._between = [(part, shares.index(Fraction(part.lo, part.of)), shares.index(Fraction(part.hi, part.of))) for part in parts]
+        lines = [f"def bind({', '.join((*flow.symbols, '_batch', '_row', '_offset'))}):"]
+        for k, (part, lo, hi) in enumerate(self._between):
+            lines.append(f"  _lo{k}, _hi{k} = _row[{lo}], _row[{hi}]")
             if not part.is_whole:
                 lines.append(f"  if _hi{k} <= _lo{k}: raise _Empty({k})")
         at = {part: k for k, part in enumerate(parts)}
@@ -259,31 +266,38 @@ class Binder:
         self._parts = parts
         return scope["bind"]
 
-    def bind(self, sizes: Mapping[str, int], memory: Memory | None = None) -> Bound:
+    def bind(self, sizes: Mapping[str, int], memory: Memory | None = None, cuts: Sequence[int] | None = None) -> Bound:
+        """`cuts`: the rows at which parts begin and end, where they are not those of the parts' shares; as many, in order."""
         flow, plan = self.flow, self.plan
         batch_size = sizes[flow.batch[0]] if flow.batch else 1
         memory = memory or bind_memory(flow, plan, sizes)
+        rows = [batch_size * numerator // denominator for numerator, denominator in self._shares]
+        if cuts is not None:
+            assert len(cuts) == len(rows) - 2
+            rows[1:-1] = cuts
         try:
-            placed, given, allocated, inside, relaid, numbers = self._sizes(*[sizes[s] for s in flow.symbols], batch_size, memory.offsets)
+            placed, given, allocated, inside, relaid, numbers = self._sizes(
+                *[sizes[s] for s in flow.symbols], batch_size, rows, memory.offsets)  # fmt: skip
         except _Empty as empty:
             raise errors.BatchTooSmall(
                 f"the batch of {batch_size} rows is smaller than the plan's parts: part {self._parts[empty.args[0]]} has no row.",
                 fix="let the strategy fall back: `if flow.context.batch_size < n: return flow.sequential(...)`") from None  # fmt: skip
-        one = _Binding(self, sizes, batch_size, placed, given, inside, relaid, numbers)
+        rows_of = {part: (rows[lo], rows[hi]) for part, lo, hi in self._between}
+        one = _Binding(self, sizes, rows_of, placed, given, inside, relaid, numbers)
         instructions = tuple(Instruction(code, s, one.call(what) if code == LAUNCH else what) for code, s, what in self._steps)
         if one.kept:
             allocated = tuple(a for a in allocated if a[0] not in one.kept)
             placed = tuple(p for p in placed if p[0] not in one.kept)
-        return Bound(plan, self.program, sizes, batch_size, memory, instructions, plan.streams, self._views, placed, given, allocated,
-                     self._outputs, self._drops, len(plan.launches), self._num_part_launches)  # fmt: skip
+        return Bound(plan, self.program, sizes, batch_size, tuple(rows[1:-1]), rows_of, memory, instructions, plan.streams, self._views,
+                     placed, given, allocated, self._outputs, self._drops, len(plan.launches), self._num_part_launches)  # fmt: skip
 
 
 class _Binding:
     """3. One binding under way: entries for its sizes, and what becomes of each result."""
 
-    def __init__(self, binder: Binder, sizes: Mapping[str, int], batch_size: int, placed: Any, given: Any, inside: Any, relaid: Any,
-                 numbers: Any):  # fmt: skip
-        self._binder, self._sizes, self._batch_size = binder, sizes, batch_size
+    def __init__(self, binder: Binder, sizes: Mapping[str, int], rows_of: Mapping[Part, tuple[int, int]], placed: Any, given: Any,
+                 inside: Any, relaid: Any, numbers: Any):  # fmt: skip
+        self._binder, self._sizes, self._rows_of = binder, sizes, rows_of
         self._placed = {p[0]: p for p in placed}
         self._given = {g[0]: g for g in given}
         self._inside: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -328,7 +342,7 @@ class _Binding:
             num_args = len(work.args)
             return Entry(lambda args: (into(*args), args[num_args:])[1], ("",) * len(work.outs))
         if compiler is not None and work.is_compiled:
-            lo, hi = part.bounds(self._batch_size)
+            lo, hi = self._rows_of[part]
             entry = compiler.entry(work.unit, {**self._sizes, **dict.fromkeys(binder.flow.batch, hi - lo)})
             # what is changed in place cannot be copied to where the unit could take it
             if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):

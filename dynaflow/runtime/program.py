@@ -214,6 +214,9 @@ class Bound:
     program: Program
     sizes: Mapping[str, int]
     batch_size: int
+    # the rows between parts, in order; and the first row of each part, with that behind its last
+    cuts: tuple[int, ...]
+    rows_of: Mapping[Part, tuple[int, int]]
     memory: Memory
     instructions: tuple[Instruction, ...]
     streams: tuple[Any, ...]
@@ -234,7 +237,7 @@ class Bound:
 
     @property
     def rows(self) -> list[tuple[Part, int, int]]:
-        return [(part, *part.bounds(self.batch_size)) for part in self.plan.parts]
+        return [(part, *self.rows_of[part]) for part in self.plan.parts]
 
     @cached_property
     def output_geometries(self) -> list[Geometry]:
@@ -269,7 +272,7 @@ class Bound:
     def bytes_of(self, view: int) -> int:
         """Of the rows that a view shows."""
         value, part = self.views[view]
-        lo, hi = part.bounds(self.batch_size)
+        lo, hi = self.rows_of[part]
         nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
         return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
 

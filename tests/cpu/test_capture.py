@@ -610,3 +610,54 @@ def test_sizes_of_another_model_are_not_this_one_s():
     again(torch.randn(5, 3))
     again(torch.randn(7, 3))
     assert df.stats(again).captures == 1
+
+
+class LayerName:
+    """Known by its value, as a serving engine's names of layers are."""
+
+    def __init__(self, value: str):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, LayerName) and self.value == other.value
+
+    def __hash__(self):
+        return hash(self.value)
+
+    def __fx_repr__(self):
+        return f"LayerName({self.value!r})", {"LayerName": LayerName}
+
+
+def test_objects_that_are_known_by_their_value_are_constants():
+    from torch._library.opaque_object import register_opaque_type
+
+    if "hoist" not in inspect.signature(register_opaque_type).parameters:
+        pytest.skip("this torch hands no such object to a graph")
+    register_opaque_type(LayerName, typ="value", hoist=True)
+    called = []
+
+    @torch.library.custom_op("dynaflow_test::of_layer", mutates_args=("out",))
+    def of_layer(x: torch.Tensor, out: torch.Tensor, name: LayerName) -> None:
+        called.append((name.value, x.shape[0]))
+        out.copy_(x * len(name.value))
+
+    of_layer.register_fake(lambda x, out, name: None)
+    df.register_split_rule(torch.ops.dynaflow_test.of_layer, df.rowwise)
+
+    class Named(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.ops.dynaflow_test.of_layer(x + 1, out, LayerName(self.name))
+            return out
+
+    model = nn.Sequential(Named("a"), Named("bcd"))
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    x = torch.randn(6, 2)
+    assert_same(fast(x), model(x))
+    called.clear()
+    assert_same(fast(x), (x + 1 + 1) * 3)
+    assert sorted(called) == [("a", 3), ("a", 3), ("bcd", 3), ("bcd", 3)]

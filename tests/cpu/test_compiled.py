@@ -398,3 +398,24 @@ def test_what_inductor_cannot_trace_breaks_the_graph_as_it_does_without_us(caplo
     torch.testing.assert_close(gradients(fast), gradients(model))
     torch.testing.assert_close(gradients(fast), gradients(model))
     assert df.stats(fast).captures >= 2 and "runs eagerly" not in caplog.text
+
+
+def test_ops_that_use_state_beside_their_arguments_run_as_they_are(num_compiled):
+    """So that layers which differ in nothing but their state's name are compiled once."""
+
+    @torch.library.custom_op("dynaflow_test::with_cache", mutates_args=())
+    def with_cache(x: torch.Tensor, layer: str) -> torch.Tensor:
+        return x * 2
+
+    with_cache.register_fake(lambda x, layer: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.with_cache, df.rowwise, uses=lambda call: [f"cache:{call['layer']}"])
+
+    def function(x):
+        for layer in "abcd":
+            x = torch.ops.dynaflow_test.with_cache(torch.sin(x) + 1, layer)
+        return x
+
+    fast = df.compile(function, strategy=df.TwoBatch(), compiler="inductor", strict=True)
+    x = torch.randn(8, D)
+    torch.testing.assert_close(fast(x), function(x))
+    assert len(num_compiled) == 1

@@ -1,5 +1,6 @@
 """An unmodified model under plans: what a user passes in, what comes back, and what stays as it was."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -278,6 +279,90 @@ def test_part_contexts():
         short(torch.randn(6, 2))
 
 
+class ToMultiplesOfFive:
+    """Cuts at the next lower multiple of 5."""
+
+    def __call__(self, rows):
+        return [row // 5 * 5 for row in rows]
+
+
+@pytest.mark.parametrize("runtime", ["auto", "serial", "fake:lazy"])
+@pytest.mark.parametrize("strategy", [df.NanoBatch(3), df.NanoFlow((0.5, 0.5), (0.25, 0.25, 0.5), 1)])
+def test_parts_are_cut_where_the_caller_says(strategy, runtime):
+    def function(q, w):
+        x = torch.relu(q @ w) + 1
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x) @ w
+
+    seen = []
+
+    def keep(parts):
+        seen.append(sorted({row for p in parts for row in (p.start, p.stop)}))
+        return [contextlib.nullcontext() for _ in parts]
+
+    w = torch.randn(4, 4)
+    partition = ["auto", df.SplitFunc(torch.nn.functional.scaled_dot_product_attention)]
+    options = {"strategy": strategy, "partition": partition, "batch": {"q": 0}}
+    fast = df.compile(function, strict=True, align=ToMultiplesOfFive(), runtime=runtime, **options)
+    for n in (23, 31, 23):
+        x = torch.randn(n, 3, 4)
+        assert_same(fast(x, w), function(x, w))
+        assert torch.equal(fast(x, w), df.run_serialised(fast, x, w))
+    assert df.stats(fast).captures == 1 and df.stats(fast).num_part_launches > 0
+    stated = df.compile(function, strict=True, align=ToMultiplesOfFive(), part_context=keep, **options)
+    x = torch.randn(31, 3, 4)
+    assert_same(stated(x, w), function(x, w))
+    assert seen == [[0, 10, 20, 31]] if isinstance(strategy, df.NanoBatch) else seen == [[0, 5, 15, 31]]
+
+
+def test_cuts_that_leave_a_part_without_rows_fall_back():
+    fast = df.compile(torch.tanh, strategy=df.NanoBatch(3), align=ToMultiplesOfFive())
+    x = torch.randn(8, 2)
+    assert_same(fast(x), torch.tanh(x))
+    assert "has no row" in next(iter(df.stats(fast).fallbacks))
+    with pytest.raises(errors.BatchTooSmall):
+        df.compile(torch.tanh, strategy=df.NanoBatch(3), align=ToMultiplesOfFive(), strict=True)(x)
+
+
+@pytest.mark.parametrize("moved", [[3], [4, 2], [2, 9]])
+def test_rejects_cuts_that_are_none(moved):
+    fast = df.compile(torch.tanh, strategy=df.NanoBatch(3), align=lambda rows: moved)
+    with pytest.raises(errors.OptionError, match="align moved the cuts at rows"):
+        fast(torch.randn(8, 2))
+
+
+def test_state_that_a_split_rule_names_is_used_in_the_order_of_rows():
+    written = []
+
+    @torch.library.custom_op("dynaflow_test::remember", mutates_args=())
+    def remember(x: torch.Tensor, where: str) -> torch.Tensor:
+        written.append((where, int(x[0, 0])))
+        return x.clone()
+
+    remember.register_fake(lambda x, where: torch.empty_like(x))
+
+    class LastFirst(df.Strategy):
+        def schedule(self, flow):
+            flow.split(3)
+            while ready := flow.get_ready_ops():
+                flow.execute(max(ready, key=lambda r: r.part), stream=f"s{ready[-1].part.lo}")
+
+    def function(x):
+        y = torch.ops.dynaflow_test.remember(x * 1, "a")
+        return torch.ops.dynaflow_test.remember(y + 0, "b")
+
+    op = torch.ops.dynaflow_test.remember
+    x = torch.arange(9.0).unsqueeze(1).repeat(1, 2)
+    rows = {}
+    for uses in (None, lambda call: [f"cache:{call['where']}"]):
+        df.register_split_rule(op, df.rowwise, uses=uses)
+        fast = df.compile(function, strategy=LastFirst(), partition=[df.SplitFunc(op)], strict=True, runtime="serial")
+        written.clear()
+        assert_same(fast(x), x)
+        rows[uses is not None] = {where: [row for w, row in written if w == where] for where in "ab"}
+    assert rows[False] == {"a": [6, 3, 0], "b": [6, 3, 0]}
+    assert rows[True] == {"a": [0, 3, 6], "b": [0, 3, 6]}
+
+
 def test_explain_and_check_change_nothing():
     model = Block()
     x = torch.randn(6, 5, 8)
@@ -342,8 +427,6 @@ def test_rejects_a_share_of_the_sms_that_it_cannot_give():
 
 
 def test_a_part_context_cannot_swallow_an_error():
-    import contextlib
-
     class Replaced(df.Strategy):
         def schedule(self, flow):
             flow.split(2)

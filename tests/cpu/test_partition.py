@@ -201,6 +201,30 @@ def test_all_reduce_is_one_op(one_rank):
     assert [op.kind for op in auto.values()].count("network") == 1
 
 
+def test_an_op_that_uses_a_process_group_is_a_network_op_of_its_own():
+    """A serving engine has all-reduces of its own making."""
+
+    @torch.library.custom_op("dynaflow_test::engines_all_reduce", mutates_args=())
+    def engines_all_reduce(x: torch.Tensor, where: str, group_name: str = "") -> torch.Tensor:
+        return x.clone()
+
+    engines_all_reduce.register_fake(lambda x, where, group_name="": torch.empty_like(x))
+    op = torch.ops.dynaflow_test.engines_all_reduce
+
+    def function(x, w):
+        return torch.relu(op(torch.relu(x @ w) + 1, "tp", "the engine's name of it") * 2)
+
+    x, w = torch.randn(8, 4), torch.randn(4, 4)
+    df.register_split_rule(op, df.rowwise, uses=lambda call: [f"group:{call['where']}"])
+    flow = df.explain(function, (x, w), strategy=df.TwoBatch(), batch={"x": 0}).flow
+    (network,) = [o for o in flow.ops if o.kind == "network"]
+    assert network.uses == ("group:tp",) and network.name == "engines_all_reduce"
+    assert not any(o.unsplittable for o in flow.ops)
+    df.register_split_rule(op, df.rowwise, uses=lambda call: [])
+    flow = df.explain(function, (x, w), strategy=df.TwoBatch(), batch={"x": 0}).flow
+    assert not any(o.uses or o.kind == "network" for o in flow.ops)
+
+
 def test_async_all_reduce_breaks_the_graph_and_still_works(one_rank):
     def block(x):
         h = x * 2

@@ -27,6 +27,11 @@ REFUSED = {
     "no runtime": ({"runtime": None}, "unknown runtime None"),
     "batch": ({"batch": -1}, "batch=-1 names no dim"),
     "part_context": ({"part_context": 3}, "part_context must be a function"),
+    "align": ({"align": 5}, "align must be a function"),
+    "align and recordings": ({"align": list, "runtime": "graph"}, "align= moves cuts from call to call"),
+    "a strategy of no module": ({"strategy": "nowhere.at.all:Mine"}, "there is no strategy 'nowhere.at.all:Mine'"),
+    "no such strategy": ({"strategy": "dynaflow:Mine"}, "there is no strategy 'dynaflow:Mine'"),
+    "no strategy at all": ({"strategy": "dynaflow:compile"}, "is no strategy"),
 }  # fmt: skip
 
 
@@ -49,6 +54,11 @@ def test_rejects(case):
 def test_accepts(options):
     settings = read_settings(**options)
     assert all(getattr(settings, name) == value for name, value in options.items())
+
+
+def test_a_strategy_by_its_place():
+    strategy = read_settings(strategy="dynaflow.strategies.nano_flow:NanoFlow").strategy
+    assert isinstance(strategy, df.NanoFlow)
 
 
 def test_inductor_where_it_pays():

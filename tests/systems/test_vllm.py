@@ -1,0 +1,172 @@
+"""The real engine, on the CPU: the same tokens in fp32 with DynaFlow on as off, under a load that repeats exactly."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.systems import vllm_load
+
+HERE = Path(__file__).parent
+ON = {"min_tokens": 16}
+
+
+def serve(folder, model, arrivals, dynaflow=None, env=None, mistake=None, **engine):
+    """Results of one engine in a process of its own, and what it logged."""
+    results = folder / "results.json"
+    if dynaflow is not None:
+        engine["additional_config"] = {"dynaflow": dynaflow}
+    options = {"model": str(model), "arrivals": arrivals, "engine": engine, "mistake": mistake}
+    env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+           **(env or {})}  # fmt: skip
+    ran = subprocess.run([sys.executable, HERE / "vllm_load.py", json.dumps(options), results], env=env, capture_output=True, text=True,
+                         timeout=240)  # fmt: skip
+    log = ran.stdout + ran.stderr
+    assert ran.returncode == 0, log[-6000:]
+    return json.loads(results.read_text()), log
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def model(folder):
+    vllm_load.make_model(folder / "qwen3", "qwen3")
+    return folder / "qwen3"
+
+
+@pytest.fixture(scope="session")
+def plain(folder, model):
+    """Without DynaFlow: chunked prefill, prefix caching, 60 requests."""
+    results, _ = serve(folder, model, vllm_load.mixed())
+    assert len(results["tokens"]) == 60 and results["cached_tokens"] > 500
+    assert results["stats"] == [{**results["stats"][0], "steps": 0, "captures": 0, "fallbacks": {}, "refusal": ""}]
+    return results
+
+
+def assert_same(got, wanted):
+    differ = [number for number, tokens in wanted["tokens"].items() if got["tokens"].get(number) != tokens]
+    assert not differ and len(got["tokens"]) == len(wanted["tokens"]), f"requests {differ} differ"
+    assert got["cached_tokens"] == wanted["cached_tokens"]
+
+
+def assert_split(stats, at_least):
+    assert stats["split_steps"] >= at_least and stats["captures"] == 1
+    assert stats["steps"] == stats["split_steps"] + sum(stats["fallbacks"].values())
+    assert stats["part_launches"] >= stats["split_steps"] * 2
+
+
+@pytest.mark.parametrize("strategy", ["two_batch", "nano_batch", "vllm_strategies:Uneven", "vllm_strategies:LastFirst"])
+def test_the_same_tokens_in_parts(folder, model, plain, strategy):
+    results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": strategy})
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert_split(stats, 30)
+    assert stats["cut_requests"] > 5 and set(stats["fallbacks"]) == {"fewer than 16 tokens"}
+    assert "(0 only over the whole batch)" in log
+
+
+def test_the_order_of_parts_matters(folder, model, plain):
+    """The twin of LastFirst: without the order that the split rule asks for, tokens differ."""
+    results, _ = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": "vllm_strategies:LastFirst"}, mistake="order")
+    assert_split(results["stats"][0], 30)
+    assert results["tokens"] != plain["tokens"]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_beside_vllms_compiled_model(folder, model, plain, compiler):
+    """Steps that are not split run in vLLM's own compiled code."""
+    results, _ = serve(folder, model, vllm_load.mixed(), {**ON, "compiler": compiler}, enforce_eager=False)
+    assert_same(results, plain)
+    assert_split(results["stats"][0], 30)
+
+
+def test_experts(folder):
+    vllm_load.make_model(folder / "moe", "qwen3_moe")
+    wanted, _ = serve(folder, folder / "moe", vllm_load.mixed())
+    results, log = serve(folder, folder / "moe", vllm_load.mixed(), ON)
+    assert_same(results, wanted)
+    assert_split(results["stats"][0], 30)
+    assert "(0 only over the whole batch)" in log
+
+
+def test_two_ranks(folder, model):
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    wanted, _ = serve(folder, model, vllm_load.mixed(), **two)
+    results, log = serve(folder, model, vllm_load.mixed(), ON, **two)
+    assert_same(results, wanted)
+    assert len(results["stats"]) == 2 and results["stats"][0] == results["stats"][1]
+    assert_split(results["stats"][0], 30)
+    assert "on 2 streams" in log, "the all-reduces are no network ops"
+
+
+# -- one request cut inside, and the prefix cache
+
+
+def test_one_long_request_is_cut_inside(folder, model):
+    load = [(0, [(7 * i * i + 3) % 500 + 3 for i in range(400)], 8)]
+    wanted, _ = serve(folder, model, load)
+    results, _ = serve(folder, model, load, {**ON, "strategy": "nano_batch"})
+    assert_same(results, wanted)
+    assert results["stats"][0]["cut_requests"] == 3 * results["stats"][0]["split_steps"] > 0
+
+
+TOGETHER = "no cut leaves readers of the prefix cache with their writers."
+
+
+@pytest.mark.parametrize("length_behind, num_split, num_together", [(0, 2, 1), (11, 3, 0)])
+def test_a_reader_of_the_prefix_cache_stays_with_its_writer(folder, model, length_behind, num_split, num_together):
+    load = vllm_load.reader_before_writer(length_behind)
+    wanted, _ = serve(folder, model, load)
+    results, _ = serve(folder, model, load, ON)
+    assert_same(results, wanted)
+    (stats,) = results["stats"]
+    assert (stats["split_steps"], stats["fallbacks"].get(TOGETHER, 0)) == (num_split, num_together)
+    parted, _ = serve(folder, model, load, ON, mistake="together")  # the twin: what would happen otherwise
+    assert parted["stats"][0]["split_steps"] == 3 and parted["tokens"] != wanted["tokens"]
+
+
+# -- asked for, refused, fallen back
+
+
+def test_an_environment_variable_is_enough(folder, model, plain):
+    asked = {"DYNAFLOW_STRATEGY": "vllm_strategies:DecodeOnly", "DYNAFLOW_MIN_TOKENS": "4"}
+    results, log = serve(folder, model, vllm_load.mixed(), env=asked)
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert stats["split_steps"] > 0 and any("a prompt is computed" in reason for reason in stats["fallbacks"])
+    assert "steps of 4 tokens or more run under DecodeOnly" in log
+
+
+def test_small_steps_are_left_alone(folder, model, plain):
+    results, _ = serve(folder, model, vllm_load.mixed(), {})
+    assert_same(results, plain)
+    assert results["stats"][0]["fallbacks"] == {"fewer than 512 tokens": results["stats"][0]["steps"]}
+    assert results["stats"][0]["captures"] == 0
+
+
+def test_a_mistaken_strategy_is_said_once(folder, model, plain):
+    results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": "vllm_strategies:Mistaken"})
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert stats["split_steps"] == 0 and stats["steps"] == sum(stats["fallbacks"].values()) and stats["fallbacks"][stats["refusal"]] > 1
+    assert log.count("dynaflow leaves this model to vLLM from here on") == 1 and "model.norm" in log
+
+
+def test_refuses_lora(folder, model, plain):
+    results, log = serve(folder, model, vllm_load.mixed(), ON, enable_lora=True)
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert stats["refusal"].startswith("LoRA") and f"dynaflow leaves this model to vLLM: {stats['refusal']}" in log and not stats["steps"]
+
+
+def test_rejects_an_unknown_option(folder, model):
+    with pytest.raises(AssertionError, match=r"additional_config\['dynaflow'\] has 'min_token'"):
+        serve(folder, model, vllm_load.mixed(1), {"min_token": 16})

@@ -1,0 +1,107 @@
+"""One vLLM engine in a process of its own, under a load that repeats exactly: requests are added engine step by engine step.
+
+    python tests/systems/vllm_load.py '{"model": "...", "arrivals": [[0, [5, 7], 8], ...], "engine": {...}}' results.json
+"""
+
+import json
+import os
+import random
+import sys
+
+os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1",
+                  VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
+
+
+def make_model(path, kind="qwen3", layers=2):
+    """A checkpoint with weights large enough that every token looks at the whole of its context."""
+    import torch
+    import transformers
+
+    sizes = {
+        "vocab_size": 509, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    if kind == "qwen3_moe":
+        sizes.update(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True)
+    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{names[kind]}ForCausalLM")(getattr(transformers, f"{names[kind]}Config")(**sizes)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5 * 1.5)
+    model.save_pretrained(path)
+
+
+def mixed(number=60, seed=0, longest=200, per_step=3):
+    """(step, prompt, tokens to generate): prompts of mixed lengths, of which every third one begins as an earlier one does."""
+    rng = random.Random(seed)
+    prompts = []
+    for i in range(number):
+        length = rng.choice([rng.randint(1, 8), rng.randint(9, 60), rng.randint(61, longest)])
+        prompt = [rng.randrange(3, 509) for _ in range(length)]
+        if i % 3 == 2:
+            same = prompts[rng.randrange(max(0, i - 6), i)][:longest]
+            prompt = same + prompt[: max(1, length - len(same))]
+        prompts.append(prompt)
+    return [(i // per_step, prompt, rng.randint(2, 16)) for i, prompt in enumerate(prompts)]
+
+
+def reader_before_writer(length_behind):
+    """In step 2, a request takes the place of one that has ended, before another whose prompt it shares and which is only being computed.
+    Of one more request, `length_behind` tokens come behind both."""
+    rng = random.Random(1)
+    first, writer, behind = ([rng.randrange(3, 509) for _ in range(n)] for n in (4, 300, length_behind))
+    reader = writer[:288] + [rng.randrange(3, 509) for _ in range(20)]
+    return [(0, first, 2), (0, writer, 8), (2, reader, 8), *([(2, behind, 8)] if behind else [])]
+
+
+def make_mistake(name):
+    """What a test's twin leaves out, to see that it is needed."""
+    from dynaflow.integrations import vllm, vllm_steps
+
+    if name == "order":
+        vllm._cache_of_layer = lambda call: []
+    else:
+        assert name == "together"
+        vllm_steps.readers_before_writers = lambda *_: set()
+
+
+def run(options):
+    from vllm import LLM, SamplingParams
+
+    if options.get("mistake"):
+        make_mistake(options["mistake"])
+    engine = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 24,
+        "block_size": 32, "enforce_eager": True, "enable_prefix_caching": True, "seed": 0,
+    }  # fmt: skip
+    llm = LLM(options["model"], **{**engine, **options.get("engine", {})})
+    waiting = list(enumerate(options["arrivals"]))
+    tokens, cached, step = {}, 0, 0
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        while waiting and waiting[0][1][0] <= step:
+            number, (_, prompt, max_tokens) = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        step += 1
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached += output.num_cached_tokens or 0
+    return {"tokens": tokens, "cached_tokens": cached, "stats": llm.collective_rpc(_stats)}
+
+
+def _stats(worker):
+    import dynaflow as df
+    from dynaflow.integrations.vllm import stats
+
+    engine = df.stats()
+    return {**vars(stats()), "captures": engine.captures, "launches": engine.num_launches, "part_launches": engine.num_part_launches}
+
+
+if __name__ == "__main__":
+    results = run(json.loads(sys.argv[1]))
+    with open(sys.argv[2], "w") as file:
+        json.dump(results, file)

@@ -1,0 +1,32 @@
+"""Strategies that tests name as text, as a user of vLLM would: DYNAFLOW_STRATEGY=vllm_strategies:LastFirst"""
+
+import dynaflow as df
+
+
+class Uneven(df.NanoFlow):
+    """Attention is cut finer than the rest, on a stream of its own."""
+
+    def __init__(self):
+        super().__init__((0.375, 0.625), (0.1875, 0.1875, 0.3125, 0.3125), min_tokens=3)
+
+
+class LastFirst(df.Strategy):
+    """The last part whenever it may run: only what the engine insists on keeps a request's tokens in order."""
+
+    def schedule(self, flow):
+        flow.split(3)
+        while ready := flow.get_ready_ops():
+            flow.execute(max(ready, key=lambda r: (r.part.lo, -r.depth)))
+
+
+class DecodeOnly(df.TwoBatch):
+    def schedule(self, flow):
+        if flow.context.tags["phase"] != "decode":
+            return flow.sequential("a prompt is computed")
+        super().schedule(flow)
+
+
+class Mistaken(df.Strategy):
+    def schedule(self, flow):
+        flow.split(2)
+        flow.execute(flow.find("model.norm"))
