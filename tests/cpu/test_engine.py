@@ -288,6 +288,7 @@ class ToMultiplesOfFive:
 
 @pytest.mark.parametrize("runtime", ["auto", "serial", "fake:lazy"])
 @pytest.mark.parametrize("strategy", [df.NanoBatch(3), df.NanoFlow((0.5, 0.5), (0.25, 0.25, 0.5), 1)])
+@df.context(phase="decode")
 def test_parts_are_cut_where_the_caller_says(strategy, runtime):
     def function(q, w):
         x = torch.relu(q @ w) + 1

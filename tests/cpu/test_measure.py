@@ -70,7 +70,7 @@ def test_some_kernels_are_measured_beside_fewer_of_their_own():
 @pytest.mark.parametrize("target, wanted", [
     ("extern_kernels.mm", True), ("extern_kernels.addmm", True), ("extern_kernels.bmm", True), ("torch.ops.aten._scaled_mm.default", True),
     ("aten.addmm.out", True),
-    ("extern_kernels.convolution", False), ("triton_poi_fused_mm_0", False), ("torch.ops.aten.add_.Tensor", False),
+    ("extern_kernels.convolution", True), ("triton_poi_fused_mm_0", False), ("torch.ops.aten.add_.Tensor", False),
     ("torch.ops.aten._scaled_dot_product_flash_attention.default", False),
 ])  # fmt: skip
 def test_which_kernels_keep_a_workspace_per_stream(target, wanted):

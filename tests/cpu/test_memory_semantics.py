@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import pytest
 import torch
 from torch import nn
 
@@ -202,11 +203,15 @@ def test_a_batch_that_dynamo_fixed_is_said(caplog):
             while ready := flow.get_ready_ops():
                 flow.execute(ready[0])
 
-    fast = df.compile(rows, strategy=Looks(), strict=True)
+    fast = df.compile(rows, strategy=Looks())
     x = torch.randn(4, 3)
     with caplog.at_level(logging.WARNING, "dynaflow"):
         assert torch.equal(fast(x), x * 2)
     assert sizes == [4] and any("fixed the batch size at 4" in r.getMessage() for r in caplog.records)
+    ((reason, count),) = df.stats(fast).fallbacks.items()
+    assert count == 1 and "its size is a constant" in reason
+    with pytest.raises(df.errors.FellBack, match="its size is a constant"):
+        df.compile(rows, strategy=Looks(), strict=True)(x)
 
 
 def test_a_value_with_gaps():
