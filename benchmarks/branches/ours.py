@@ -84,14 +84,19 @@ def _chosen() -> list[ExplainedKernels]:
     return sorted(found, key=lambda e: e.name)
 
 
+def _measured() -> list[ExplainedKernels]:
+    return [e for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+
+
 def bound() -> Result | None:
     """What no schedule of this process's kernels can be faster than: the longer of their critical path and their total work, from the
-    costs that were measured; regions one after the other."""
-    measured = [(e.flow, e.choice.costs) for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+    costs that were measured; regions one after the other. And what the chosen plans come to in simulation, launches included."""
+    measured = [(e.flow, e.choice.costs) for e in _measured() if e.flow is not None and e.choice is not None]
     if not measured:
         return None
     path, work, both = (sum(f(flow, costs) for flow, costs in measured) for f in (critical_path_us, total_work_us, bound_us))
-    return {"ms": round(both / 1e3, 5), "critical_path_us": round(path, 2), "total_work_us": round(work, 2)}
+    plan = sum(e.timelines()[1].total_us for e in _measured())
+    return {"ms": round(both / 1e3, 5), "critical_path_us": round(path, 2), "total_work_us": round(work, 2), "plan_us": round(plan, 2)}
 
 
 def choice() -> Result:
@@ -104,7 +109,7 @@ def choice() -> Result:
 
 def timelines(case: Case, call: Call) -> tuple[Timeline, Timeline] | None:
     """The largest region in Inductor's order and as planned, simulated from the costs that were measured; None where there are none."""
-    measured = [e for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+    measured = _measured()
     if not measured:
         return None
     one, many = max(measured, key=lambda e: len(e.flow.ops) if e.flow is not None else 0).timelines()

@@ -17,6 +17,7 @@ SECTIONS = ("time", "first")
 
 MIN_GEOMEAN, MIN_HRNET, MIN_LORA, MIN_ANY = 1.4, 2.0, 1.4, 0.98
 MAX_MEMORY = 1.25
+MIN_REACHED = 0.8
 _GROUP_OF = {row.name: row.group for row in ROWS}
 _TITLES = {BRANCHY: "Branchy models", CONTROL: "Controls", TRAINING: "Training steps"}
 
@@ -152,6 +153,8 @@ def markdown(rows: Sequence[Result], folder: Path = PAGE.parent) -> str:
     for group in GROUPS:
         if found_rows := timed(rows, group):
             lines += [f"## {_TITLES[group]}", "", *_rows_table(found_rows, folder), "", *_mean(rows, group), ""]
+    if short := [sentence for r in timed(rows) if (sentence := _why_short(r))]:
+        lines += ["## Short of the bound", "", *(f"- {sentence}" for sentence in short), ""]
     if plans := [r for r in timed(rows) if r.get("plan")]:
         head = ["| row | chosen, and what was tried (us per call) | calls under a plan | fell back |", "|---|---|---|---|"]
         lines += ["## Plans", "", *head, *map(_plan_row, plans), ""]
@@ -198,6 +201,22 @@ def _share(row: Result) -> str:
     if not row.get("bound") or not row["speedup"]:
         return "-"
     return f"{max(row['speedup'], row.get('speedup_in_graph') or 0) / row['bound']:.0%}"
+
+
+def _why_short(row: Result) -> str:
+    """Of a row that reaches less than 80% of its bound: what its plan loses in simulation, where every launch takes time of its own, and
+    what the device loses beyond that."""
+    limit, speedup = row.get("bound_of") or {}, max(row["speedup"] or 0, row.get("speedup_in_graph") or 0)
+    if not speedup or not row.get("bound") or speedup >= MIN_REACHED * row["bound"] or "plan_us" not in limit:
+        return ""
+    bound_us, plan_us, device_us = limit["ms"] * 1e3, limit["plan_us"], row["ours"].get("device_ms", row["ours"]["median_ms"]) * 1e3
+    by = "longest chain of kernels" if limit["critical_path_us"] >= limit["total_work_us"] else "work of all kernels"
+    rest = (f"{device_us / plan_us - 1:.0%} more: kernels that run together slow each other" if device_us > plan_us
+            else f"{1 - device_us / plan_us:.0%} less: launches take less than is simulated")  # fmt: skip
+    host = "; the rest of a step is the host's" if row["ours"]["median_ms"] * 1e3 > 1.05 * device_us else ""
+    return (
+        f"{row['row']}, {speedup / row['bound']:.0%}: the bound is the {by}, {bound_us:,.0f} us, as if nothing had to be launched. "
+        f"With a launch per kernel its plan simulates to {plan_us:,.0f} us; the device takes {device_us:,.0f} us, {rest}{host}.")  # fmt: skip
 
 
 def _equal(row: Result) -> str:

@@ -17,8 +17,8 @@ class NanoFlow(Strategy):
     memory  |        attn 0a  attn 0b  attn 1a  attn 1b
     network |                          ar 0   ar 1   ...
 
-    Memory ops are those that `memory_ops` names (globs), where the tag phase ("decode", "mixed") says that attention reads a cache, and leaves
-    room for matrix products beside it. They are cut finer than the others, at the same places.
+    Memory ops are those that `memory_ops` names (globs), where the tag phase ("decode", "mixed") says that attention reads a cache, and
+    leaves room for matrix products beside it. They are cut finer than the others, at the same places.
     `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
     Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
     """

@@ -140,6 +140,17 @@ def test_rejects_a_reference_that_does_not_repeat():
 # -- the report, on made-up rows
 
 
+def test_why_a_row_is_short_of_its_bound():
+    """Under 80%: what the plan loses in simulation, and what the device loses beyond it. Not under, not known: nothing."""
+    limit = {"ms": 0.4, "critical_path_us": 400.0, "total_work_us": 300.0, "plan_us": 800.0}
+    row = made_up("hrnet_w18 b=1", 1.5) | {"bound_of": limit}
+    assert "60%: the bound is the longest chain of kernels, 400 us" in report._why_short(row)
+    assert "simulates to 800 us; the device takes 1,333 us, 67% more" in report._why_short(row)
+    assert "work of all kernels" in report._why_short(row | {"bound_of": limit | {"total_work_us": 500.0}})
+    assert not report._why_short(row | {"speedup": 2.0}) and not report._why_short(row | {"bound_of": {"ms": 0.4}})
+    assert not report._why_short(row | {"speedup_in_graph": 2.1}), "the host's time is not the schedule's"
+
+
 def made_up(name: str, speedup: float, equal: str = "bit", **more) -> dict:
     (row,) = [r for r in ROWS if r.name == name]
     against = {"median_ms": 2.0, "spread_ms": 0.02, "reserved_mib": 64.0, "allocated_mib": 60.0}
