@@ -119,9 +119,11 @@ def numbers(name: str) -> str:
         return ""
     gains, best = [r for r in rows if r["speedup"] >= PAYS], max(rows, key=lambda r: r["speedup"])
     least, mean = min(r["speedup"] for r in rows), geomean([r["speedup"] for r in rows])
-    return (f"\n*Measured* over an emulated network on one H200, with `never_slower=True` ([all rows](overlap.md)): it gains on {len(gains)} "
-            f"of {len(rows)} rows, {best['speedup']:.2f}x at best ({best['config']['workload']}; side by side, the same kernels would reach "
-            f"{best['bound_beside']:.2f}x), {mean:.2f}x in the geometric mean, {least:.2f}x at least.")  # fmt: skip
+    return (
+        f"\n*Measured* over an emulated network on one H200, with `never_slower=True` ([all rows](overlap.md)): it gains on {len(gains)} "
+        f"of {len(rows)} rows, {best['speedup']:.2f}x at best ({best['config']['workload']}; side by side, the same kernels would reach "
+        f"{best['bound_beside']:.2f}x), {mean:.2f}x in the geometric mean, {least:.2f}x at least."
+    )
 
 
 def num_lines(strategy: type) -> int:

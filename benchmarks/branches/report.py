@@ -216,7 +216,8 @@ def _why_short(row: Result) -> str:
     host = "; the rest of a step is the host's" if row["ours"]["median_ms"] * 1e3 > 1.05 * device_us else ""
     return (
         f"{row['row']}, {speedup / row['bound']:.0%}: the bound is the {by}, {bound_us:,.0f} us, as if nothing had to be launched. "
-        f"With a launch per kernel its plan simulates to {plan_us:,.0f} us; the device takes {device_us:,.0f} us, {rest}{host}.")  # fmt: skip
+        f"With a launch per kernel its plan simulates to {plan_us:,.0f} us; the device takes {device_us:,.0f} us, {rest}{host}."
+    )
 
 
 def _equal(row: Result) -> str:

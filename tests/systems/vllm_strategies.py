@@ -1,13 +1,18 @@
 """Strategies that tests name as text, as a user of vLLM would: DYNAFLOW_STRATEGY=vllm_strategies:LastFirst"""
 
 import dynaflow as df
+from dynaflow.strategies.common import ATTENTION, is_named
 
 
-class Uneven(df.NanoFlow):
-    """Attention is cut finer than the rest, on a stream of its own."""
+class Uneven(df.Strategy):
+    """Parts of different sizes; attention is cut finer than the rest, on a stream of its own."""
 
-    def __init__(self):
-        super().__init__((0.375, 0.625), (0.1875, 0.1875, 0.3125, 0.3125), min_tokens=3)
+    def schedule(self, flow):
+        flow.split((0.375, 0.625))
+        flow.split((0.1875, 0.1875, 0.3125, 0.3125), ops=lambda op: is_named(op.name, ATTENTION))
+        while ready := flow.get_ready_ops():
+            r = min(ready, key=lambda r: (r.depth, r.part.lo / r.part.of))
+            flow.execute(r, stream="memory" if is_named(r.name, ATTENTION) else "compute")
 
 
 class LastFirst(df.Strategy):
