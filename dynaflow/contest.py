@@ -16,6 +16,7 @@ import statistics
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 import torch
@@ -24,6 +25,7 @@ from torch._prims_common import clone_preserve_strides
 from dynaflow import disk
 from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
 from dynaflow.runtime import graphs
+from dynaflow.runtime.lanes import is_profiling
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.ranks import everybody_says, uses_groups
 
@@ -35,8 +37,13 @@ log = logging.getLogger("dynaflow")
 _measures: ContextVar[bool] = ContextVar("measures", default=True)
 
 
-def is_measuring() -> bool:
-    return _measures.get()
+def is_measuring(device: torch.device) -> bool:
+    """Whether calls on this device may be measured now: not inside of `unmeasured`, a profile, or the caller's own recording."""
+    return _measures.get() and _can_repeat(device)
+
+
+def _can_repeat(device: torch.device) -> bool:
+    return not is_profiling() and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
@@ -69,20 +76,20 @@ class Outcome:
 def contest(
     graph: CapturedGraph, bounds: Sequence[Bound], sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]
 ) -> Outcome | None:
-    """None where nothing is measured: inside of `unmeasured` or the caller's own recording, or where there is no room for the copies."""
-    if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """None where nothing is measured: see `is_measuring`; or where there is no room for the copies."""
+    if not _can_repeat(graph.device):
         return None
     is_shared = uses_groups(graph.flow)
     path = _path(graph, bounds, sizes, args)
-    known = None if is_shared else disk.load(path)
+    known = None if is_shared else _remembered(path, len(bounds))
     if known is not None:
-        return Outcome(**json.loads(known))
+        return known
     try:
         with torch.no_grad(), same_random_numbers(graph.device):
             given = _copies(graph, sizes, args)
             before = Before([given[i] for i in sorted(graph.changed)])
             ways = [_again(graph, each, given, before) for each in (*bounds, sequential)]
-            if not is_measuring():
+            if not is_measuring(graph.device):
                 return None  # all is compiled
             *mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
     except torch.OutOfMemoryError:
@@ -96,6 +103,16 @@ def contest(
     if not is_shared:
         disk.save(path, json.dumps(asdict(outcome)))
     return outcome
+
+
+def _remembered(path: Path, num_plans: int) -> Outcome | None:
+    text = disk.load(path)
+    try:
+        found = None if text is None else Outcome(**json.loads(text))
+    except (TypeError, ValueError) as error:  # whatever another version left there
+        log.info("an outcome that was kept is of no use: %s: %s", type(error).__name__, error)
+        return None
+    return found if found is not None and found.winner in (None, *range(num_plans)) else None
 
 
 def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -> list[Any]:
@@ -118,7 +135,7 @@ def _again(graph: CapturedGraph, bound: Bound | None, given: list[Any], before: 
     return again
 
 
-def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...], args: Sequence[Any]) -> Any:
+def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...], args: Sequence[Any]) -> Path:
     """Of the outcome for this graph and these plans, these sizes and this machine."""
     machine = torch.cuda.get_device_name(graph.device) if graph.device.type == "cuda" else f"cpu {torch.get_num_threads()}"
     lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]

@@ -375,7 +375,7 @@ class CapturedGraph:
                     bound = self._our_bug("planned", error)
                 key = self._key(sizes, tags)
                 self._keep(key, bound)
-                if self.settings.never_slower and not is_measuring():
+                if self.settings.never_slower and not is_measuring(self.device):
                     self._unmeasured.add(key)
                 else:
                     self._unmeasured.discard(key)
@@ -391,7 +391,7 @@ class CapturedGraph:
     def _known(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Bound | Fallback | None:
         """What runs for sizes and tags that were seen before; None where that is to be measured first."""
         key = self._key(sizes, tags)
-        return None if self._unmeasured and key in self._unmeasured and is_measuring() else self._bound.get(key)
+        return None if self._unmeasured and key in self._unmeasured and is_measuring(self.device) else self._bound.get(key)
 
     def _bind(self, sizes: tuple[int, ...], tags: Mapping[str, Any], args: Sequence[Any]) -> Bound | Fallback:
         batch_sizes = {sizes[i] for i in self._batch_at}

@@ -204,6 +204,31 @@ def test_unmeasured_calls_leave_it_to_later_ones(times, us, has_parts, options):
     assert sum(df.stats(fast).fallbacks.values()) == (0 if has_parts else 3) and int(model.count) == 6
 
 
+def test_a_profiled_call_is_not_measured_and_the_next_one_is(times):
+    fast = compiled(net(), runtime="threads")
+    with torch.no_grad():
+        with df.profile() as profile:
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+        num_spans = len(profile.timeline.spans)
+        assert times["num"] == 0
+        with df.profile() as again:
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+        assert len(again.timeline.spans) == num_spans, "no trial is in it"
+        fast(torch.randn(6, 8), torch.zeros(6, 8))
+    assert times["num"] == 1
+
+
+@pytest.mark.parametrize("left", ["{", "[]", '{"winner": 7, "plans_us": [1.0], "sequential_us": 2.0}', '{"winner": 0}'])
+def test_what_another_version_left_on_disk_is_measured_anew(times, tmp_path, left):
+    with torch.no_grad():
+        for num in (1, 2):
+            fast = compiled(net(), runtime="threads")
+            fast(torch.randn(6, 8), torch.zeros(6, 8))
+            assert times["num"] == num and df.stats(fast).num_part_launches
+            (kept,) = (tmp_path / "contests").iterdir()
+            kept.write_text(left)
+
+
 def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
     class Recorder:
         def begin(self): ...
