@@ -47,7 +47,8 @@ class Outcome:
 
 
 def run(body: Callable[..., Any], num_ranks: int, *args: Any, time_limit_s: float = TIME_LIMIT_S) -> list[Any]:
-    """What `body(*args)` returned on each rank. It is a function of a module, so that another process can find it."""
+    """What `body(*args)` returned on each rank: no tensors, whose memory may go with the rank before they are read. It is a function of a
+    module, so that another process can find it."""
     outcomes = start(body, num_ranks, *args, time_limit_s=time_limit_s)
     bad = [outcome for outcome in outcomes if outcome.error or outcome.exitcode]
     assert not bad, f"{len(bad)} of {num_ranks} ranks failed in {body.__name__}\n" + "\n".join(map(str, bad))
