@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--merge", type=Path, nargs="*", default=[])
+    parser.add_argument("--merge", type=Path, nargs="+", default=[])
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()

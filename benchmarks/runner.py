@@ -169,7 +169,7 @@ def add_options(parser: argparse.ArgumentParser, report: Any) -> None:
     parser.add_argument("--row-limit-s", type=float, default=float("inf"), help="end a row's process after so many seconds")
     parser.add_argument("--json", type=lambda text: Path(text).absolute(), default=report.RESULTS)
     parser.add_argument("--page", type=Path, default=report.PAGE)
-    parser.add_argument("--merge", type=Path, nargs="*", default=[])
+    parser.add_argument("--merge", type=Path, nargs="+", default=[])
     parser.add_argument("--plot", action="store_true", help="plot and page from the json, measure nothing")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)

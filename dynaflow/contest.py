@@ -27,7 +27,7 @@ from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_
 from dynaflow.runtime import graphs
 from dynaflow.runtime.lanes import is_profiling
 from dynaflow.runtime.program import Bound
-from dynaflow.runtime.ranks import everybody_says, uses_groups
+from dynaflow.runtime.ranks import are_waited_for, everybody_says, uses_groups
 
 if TYPE_CHECKING:
     from dynaflow.engine import CapturedGraph
@@ -57,6 +57,9 @@ def unmeasured() -> Iterator[None]:
         _measures.reset(token)
 
 
+# of what is kept on disk
+VERSION = 1
+
 # calls per round where ranks run together: no rank may decide for itself
 NUM_TOGETHER = 3
 
@@ -73,36 +76,67 @@ class Outcome:
         return f"{', '.join(f'{us:,.0f} us' for us in self.plans_us)}; sequential {self.sequential_us:,.0f} us"
 
 
+# all is compiled, and is to be measured by a later call
+LATER = Outcome(None, [], 0.0)
+
+
 def contest(
     graph: CapturedGraph, bounds: Sequence[Bound], sequential: Bound | None, sizes: tuple[Any, ...], args: Sequence[Any]
 ) -> Outcome | None:
-    """None where nothing is measured: see `is_measuring`; or where there is no room for the copies."""
-    if not _can_repeat(graph.device):
-        return None
+    """LATER inside of `unmeasured`, a profile or the caller's own recording. None where the plan is kept unmeasured: no room for copies,
+    not all of them can be recorded, ranks that are not in step, or collectives that ranks need not call together."""
     is_shared = uses_groups(graph.flow)
+    if is_shared and not are_waited_for(graph.flow):
+        return None
+    # a plan's own functions may be others under the same name
+    can_remember = not is_shared and not any(bound.program.functions for bound in bounds)
     path = _path(graph, bounds, sizes, args)
-    known = None if is_shared else _remembered(path, len(bounds))
-    if known is not None:
+    if can_remember and is_measuring(graph.device) and (known := _remembered(path, len(bounds))) is not None:
         return known
     try:
         with torch.no_grad(), same_random_numbers(graph.device):
-            given = _copies(graph, sizes, args)
-            before = Before([given[i] for i in sorted(graph.changed)])
-            ways = [_again(graph, each, given, before) for each in (*bounds, sequential)]
-            if not is_measuring(graph.device):
-                return None  # all is compiled
+            can_repeat = _can_repeat(graph.device)
+            given = _copies_if_room(graph, sizes, args) if can_repeat else None
+            if is_shared and (verdict := _in_step(graph, len(bounds), sizes, given is not None)) is not None:
+                return None if verdict is _KEPT else LATER
+            if given is None:
+                return None if can_repeat else LATER
+            before = Before([given[i] for i in sorted(graph.changed)], has_counters_only=True)
+            made = [graph.repeatable(each, given, before.put_back_counters) for each in (*bounds, sequential)]
+            if not is_shared and not is_measuring(graph.device):
+                return LATER
+            if len({is_recorded for _, is_recorded in made}) > 1:
+                log.warning("%s: not all of its plans can be recorded; they are not measured", graph.settings.name)
+                return None
+            ways = [_again(run, before) for run, _ in made]
             *mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
     except torch.OutOfMemoryError:
-        log.warning("%s: there is no room to measure its plan against the sequential one; it is kept", graph.settings.name)
+        _say_no_room(graph)
         return None
     found = {"wins": [is_faster(us, other) for us in mine], "us": [statistics.median(us) for us in (*mine, other)]}
     everybody = everybody_says(graph.gm.graph, graph.flow, found) if is_shared else [found]
     *plans_us, sequential_us = (max(us) for us in zip(*(says["us"] for says in everybody)))
     winners = [i for i, wins in enumerate(zip(*(says["wins"] for says in everybody))) if all(wins)]
     outcome = Outcome(min(winners, key=plans_us.__getitem__, default=None), plans_us, sequential_us)
-    if not is_shared:
+    if can_remember:
         disk.save(path, json.dumps(asdict(outcome)))
     return outcome
+
+
+_KEPT = object()
+
+
+def _in_step(graph: CapturedGraph, num_plans: int, sizes: tuple[Any, ...], has_copies: bool) -> Any:
+    """Before anything is run that other ranks must run, too: None where all ranks measure the same, LATER where none of them does now, and
+    _KEPT, for good, where they differ."""
+    mine = {"asks": is_measuring(graph.device), "copies": has_copies, "plans": num_plans, "sizes": list(sizes)}
+    everybody = everybody_says(graph.gm.graph, graph.flow, mine)
+    if all(says == {**mine, "asks": True, "copies": True} for says in everybody):
+        return None
+    if not any(says["asks"] for says in everybody):
+        return LATER
+    log.warning("%s: its plan is kept unmeasured: ranks would not measure it together", graph.settings.name)
+    return _KEPT
 
 
 def _remembered(path: Path, num_plans: int) -> Outcome | None:
@@ -115,6 +149,18 @@ def _remembered(path: Path, num_plans: int) -> Outcome | None:
     return found if found is not None and found.winner in (None, *range(num_plans)) else None
 
 
+def _copies_if_room(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -> list[Any] | None:
+    try:
+        return _copies(graph, sizes, args)
+    except torch.OutOfMemoryError:
+        _say_no_room(graph)
+        return None
+
+
+def _say_no_room(graph: CapturedGraph) -> None:
+    log.warning("%s: there is no room to measure its plan against the sequential one; it is kept", graph.settings.name)
+
+
 def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -> list[Any]:
     """What may be changed, and what a recording reads from slots, is ours."""
     slots = graphs.Slots(args, graph.slots(args, sizes), ())
@@ -125,9 +171,7 @@ def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -
     return given
 
 
-def _again(graph: CapturedGraph, bound: Bound | None, given: list[Any], before: Before) -> Callable[[], None]:
-    run = graph.repeatable(bound, given)
-
+def _again(run: Callable[[], Any], before: Before) -> Callable[[], None]:
     def again() -> None:
         before.put_back_counters()
         run()
@@ -140,5 +184,6 @@ def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...],
     machine = torch.cuda.get_device_name(graph.device) if graph.device.type == "cuda" else f"cpu {torch.get_num_threads()}"
     lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]
     settings, plans = graph.settings, [str(bound.plan) for bound in bounds]
-    key = repr((graph.gm.code, plans, sizes, lie, machine, torch.__version__, settings.runtime, settings.compiler))
+    versions = torch.__version__, VERSION, torch.get_float32_matmul_precision()
+    key = repr((graph.gm.code, plans, sizes, lie, machine, versions, settings.runtime, settings.compiler))
     return disk.directory("contests") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

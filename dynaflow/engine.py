@@ -11,9 +11,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +25,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
-from dynaflow.contest import contest, is_measuring
+from dynaflow.contest import LATER, contest, is_measuring
 from dynaflow.context import ALL, Context, current_tags
 from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import Inductor, compile_captured
@@ -74,6 +72,18 @@ class Rows(NamedTuple):
 
 _NEEDS_GRAD = Fallback("gradients are needed: the sequential graph runs under autograd")
 _ALIASED = Fallback("inputs share memory that were separate when the graph was captured")
+
+
+def _other_options(chosen: tuple[int, ...], num_options: Sequence[int]) -> list[tuple[int, ...]]:
+    """What is left to choose after a run that was told so much, and had so many options: each combination comes up once."""
+    rest = range(len(chosen), len(num_options))
+    return [(*chosen, *(0 for _ in range(len(chosen), i)), option) for i in rest for option in range(1, num_options[i])]
+
+
+def _identity(planned: Planned) -> tuple[Any, ...]:
+    """Plans name the functions that they put in the place of ops; those may differ under one name."""
+    functions = planned.binder.program.functions if planned.binder is not None else {}
+    return (str(planned.plan), *((name, id(function)) for name, function in functions.items()))
 
 
 class CapturedGraph:
@@ -280,7 +290,7 @@ class CapturedGraph:
                 outputs = self._recordings.record(wider, given, lambda: self._padding.slots(self, given, padded), self._body(wider))
             if outputs is not None:
                 is_steady = padded == sizes and self._plain_outputs is not None and not is_counted
-                if is_steady and not self._tags_read and not self._unmeasured:
+                if is_steady and not self._tags_read and sizes not in self._unmeasured:
                     self._steady[sizes] = wider
                 return self._hand_out(wider, sizes, args, outputs if padded == sizes else self._padding.cut(wider, outputs, sizes))
         if not self._has_captured_aliases(args):
@@ -336,14 +346,20 @@ class CapturedGraph:
         """Arguments that a recording for these sizes copies, and with how many rows."""
         return {} if self._recordings is None else self._padding.slots(self, args, sizes)
 
-    def repeatable(self, bound: Bound | None, given: list[Any]) -> Callable[[], Any]:
-        """A plan on given arguments, as calls run it; None stands for the graph as it was captured."""
+    def repeatable(self, bound: Bound | None, given: list[Any], put_back: Callable[[], None]) -> tuple[Callable[[], Any], bool]:
+        """(a plan on given arguments, as calls run it; whether it is recorded). None stands for the graph as it was captured. It runs
+        here, too; `put_back` is called before each time."""
         if bound is None:
-            return lambda: self._whole(*given)
+            return lambda: self._whole(*given), False
         aligned = list(self._aligned(given))
+        put_back()
         self._issue(bound, aligned)  # kernels load, libraries make their workspaces
-        replay = self._recordings.trial(aligned, self._body(bound)) if self._recordings is not None else None
-        return replay or (lambda: self._issue(bound, aligned))
+        if self._recordings is not None:
+            put_back()
+            replay = self._recordings.trial(aligned, self._body(bound))
+            if replay is not None:
+                return replay, True
+        return lambda: self._issue(bound, aligned), False
 
     def read_sizes(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The values of the flow's symbols in this call."""
@@ -373,12 +389,7 @@ class CapturedGraph:
                     if self.settings.strict:
                         raise
                     bound = self._our_bug("planned", error)
-                key = self._key(sizes, tags)
-                self._keep(key, bound)
-                if self.settings.never_slower and not is_measuring(self.device):
-                    self._unmeasured.add(key)
-                else:
-                    self._unmeasured.discard(key)
+                self._keep(self._key(sizes, tags), bound)
             return bound
 
     def _keep(self, key: Any, bound: Bound | Fallback) -> None:
@@ -386,6 +397,7 @@ class CapturedGraph:
             oldest = next(iter(self._bound))
             self._bound.pop(oldest)
             self._steady.pop(oldest, None)
+            self._unmeasured.discard(oldest)
         self._bound[key] = bound
 
     def _known(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Bound | Fallback | None:
@@ -412,14 +424,17 @@ class CapturedGraph:
             self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
             if read:
                 self._steady.clear()
-        binders = [p.binder for p in (planned, *planned.rivals) if p.binder is not None]
-        if not binders:
+        bounds = self._bounds(planned, numbers)
+        if not bounds:
             return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), bound=self._as_one(sizes))
-        bounds = [binder.bind(numbers) for binder in binders]
-        for bound in bounds:
-            verify_memory(self.flow, bound.plan, bound.memory)
-        bound = bounds[0]
-        if self.settings.never_slower and (outcome := contest(self, bounds, self._as_one(sizes), sizes, args)) is not None:
+        bound, key = bounds[0], self._key(sizes, tags)
+        self._unmeasured.discard(key)
+        # what is padded runs under the plan of the size that it is padded to
+        is_padded = self._recordings is not None and self._padding.sizes(sizes) != sizes
+        outcome = contest(self, bounds, self._as_one(sizes), sizes, args) if self.settings.never_slower and not is_padded else None
+        if outcome is LATER:
+            self._unmeasured.add(key)
+        elif outcome is not None:
             log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
             if outcome.winner is None:
                 return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self._as_one(sizes))
@@ -427,6 +442,23 @@ class CapturedGraph:
         self.settings.count(binds=1)
         self.settings.note_peak(bound.peak_bytes)
         return bound
+
+    def _bounds(self, planned: Planned, sizes: Mapping[str, Any]) -> list[Bound]:
+        """The plan for these sizes, then its rivals, as far as they can be had."""
+        found: list[Bound] = []
+        for each in (planned, *planned.rivals):
+            if each.binder is None:
+                continue
+            try:
+                bound = each.binder.bind(sizes)
+                verify_memory(self.flow, bound.plan, bound.memory)
+            except errors.DynaFlowError as error:
+                if each is planned:
+                    raise
+                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
+            else:
+                found.append(bound)
+        return found
 
     def call_facts(self, args: Sequence[Any], batch_size: int, tags: Mapping[str, Any]) -> dict[str, Any]:
         """What a strategy may look at."""
@@ -443,12 +475,23 @@ class CapturedGraph:
     def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
         """Run the strategy in this context; and, where plans are measured, once for each combination of its options."""
         planned, num_options = self._plan_once(facts, sizes, ())
-        if not self.settings.never_slower or math.prod(num_options) == 1:
+        if not self.settings.never_slower:
             return planned
-        combinations = itertools.islice(itertools.product(*map(range, num_options)), 1, MAX_PLANS)
-        rivals = {str(p.plan): p for chosen in combinations for p in self._plan_once(facts, sizes, chosen)[:1]}
-        rivals.pop(str(planned.plan), None)
-        return replace(planned, rivals=tuple(rivals.values()))
+        rivals: list[Planned] = []
+        waiting = _other_options((), num_options)
+        for _ in range(MAX_PLANS - 1):
+            if not waiting:
+                break
+            chosen = waiting.pop(0)
+            try:
+                rival, num_options = self._plan_once(facts, sizes, chosen)
+            except errors.DynaFlowError as error:
+                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
+                continue
+            waiting += _other_options(chosen, num_options)
+            if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
+                rivals.append(rival)
+        return replace(planned, rivals=tuple(rivals))
 
     def _plan_once(self, facts: Mapping[str, Any], sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
         """Synchronise, fuse, place and verify what the strategy did; and how many options it had."""

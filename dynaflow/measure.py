@@ -124,9 +124,10 @@ def clock_for(device: torch.device) -> Clock:
 class Before:
     """Tensors as they are now. Counters are what must not run on while a call is repeated: a position that grows leaves its cache."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._kept = [(t, t.clone()) for t in tensors]
-        self._counters = [(t, old) for t, old in self._kept if not t.is_floating_point() or t.numel() <= MAX_COUNTER]
+    def __init__(self, tensors: Sequence[torch.Tensor], has_counters_only: bool = False):
+        """`has_counters_only`: nothing else is kept."""
+        self._kept = [(t, t.clone()) for t in tensors if not has_counters_only or _may_count(t)]
+        self._counters = [(t, old) for t, old in self._kept if _may_count(t)]
 
     def put_back(self) -> None:
         for tensor, old in self._kept:
@@ -135,6 +136,10 @@ class Before:
     def put_back_counters(self) -> None:
         for tensor, old in self._counters:
             tensor.copy_(old)
+
+
+def _may_count(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.numel() <= MAX_COUNTER
 
 
 # cuBLAS keeps a workspace for every stream that it runs on, for good; some convolutions are its products

@@ -340,7 +340,9 @@ class Planner:
         def body(calls: Sequence[tuple[str, Part]]) -> Any:
             return make_body([(name, part) for name, _ in calls]) if make_body is not None else None
 
-        return Planner(flow or self.flow, self.context, costs, None, self._make_body if flow is None else body)
+        made = Planner(flow or self.flow, self.context, costs, None, self._make_body if flow is None else body, self._chosen)
+        made.num_options = self.num_options  # options are counted together
+        return made
 
     def split_as(self, trial: Planner) -> None:
         """Cut the batch as a trial did."""

@@ -484,7 +484,9 @@ class Recordings:
                 return None
 
         def replay() -> None:
-            recording.replay()  # not this function alone: what it writes to is the recording's
+            with self._pool.lock:  # calls share the memory
+                self._pool.enter(self._device)
+                recording.replay()  # not this function alone: what it writes to is the recording's
 
         return replay
 

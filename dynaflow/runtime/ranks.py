@@ -71,6 +71,11 @@ def uses_groups(flow: Flow) -> bool:
     return any(map(_groups, flow.ops)) and dist.is_available() and dist.is_initialized()
 
 
+def are_waited_for(flow: Flow) -> bool:
+    """Whether ranks plan this flow together. Where all collectives need the whole batch, a rank may be at other sizes than the others."""
+    return any(_groups(op) and not op.unsplittable for op in flow.ops)
+
+
 def _groups(op: Op) -> list[str]:
     return [token.removeprefix("group:") for token in op.uses if token.startswith("group:")]
 

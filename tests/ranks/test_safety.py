@@ -1,5 +1,6 @@
 """Ranks that differ are refused on all of them; a rank that ends does not leave the others waiting; lanes keep the order of messages."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -383,3 +384,27 @@ def measured_on(ranks_that_win):
 @pytest.mark.parametrize("ranks_that_win, wanted", [((0, 1), (True, 0)), ((0,), (False, 3)), ((), (False, 3))])
 def test_a_plan_runs_where_it_wins_on_all_ranks(ranks_that_win, wanted):
     assert run(measured_on, 2, ranks_that_win) == [wanted, wanted]
+
+
+def not_in_step(how):
+    """One rank has a profile, or leaves measuring for later, or has no room: no rank measures, and all keep the plan."""
+    from dynaflow import contest
+
+    net, whole = nets()
+    fast = df.compile(net, strategy=df.TwoBatch(), never_slower=True, strict=True)
+    contest.is_faster = lambda mine, other: False  # where it is measured, it loses
+    is_odd = dist.get_rank() == 0
+    if how == "room" and is_odd:
+        contest._copies = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))
+    manager = {"profile": df.profile, "unmeasured": df.unmeasured}.get(how, contextlib.nullcontext) if is_odd else contextlib.nullcontext
+    with manager():
+        torch.testing.assert_close(fast(batch(6)), whole(batch(6)))
+    for size in (6, 8) if how != "room" else (6,):
+        torch.testing.assert_close(fast(batch(size)), whole(batch(size)))
+    return sum(df.stats(fast).fallbacks.values())
+
+
+@pytest.mark.parametrize("how, num_fallbacks", [("profile", 1), ("unmeasured", 1), ("room", 0)])
+def test_ranks_that_would_not_measure_together_do_not_measure(how, num_fallbacks):
+    """The size that was out of step keeps its plan; the next one is measured, and loses."""
+    assert run(not_in_step, 2, how) == [num_fallbacks] * 2
