@@ -134,8 +134,8 @@ class ReduceAddNorm:
         """`num_ctas`: of the one pass; `own_ctas`: of a collective's own kernel, None for its own choice."""
         self.whole, self.reduce, self.tail, self.num_ctas, self.own_ctas = whole, reduce, tail, num_ctas, own_ctas
         self.norm, self.kernel = read_norm(tail), read_reduce(reduce)
-        own = f", own_ctas={own_ctas}" if self.kernel is not None else ""
-        self.__qualname__ = f"reduce_add_norm(num_ctas={num_ctas}{own})"  # what plans call it
+        own = f"own_ctas={own_ctas}, " if self.kernel is not None else ""
+        self.__qualname__ = f"reduce_add_norm({own}num_ctas={num_ctas})"  # what plans call it
 
     def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
         """Returns what the ops return; with `outs`, leaves it there."""
