@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +192,7 @@ def default_jobs(args: argparse.Namespace) -> int:
     return args.jobs or max(1, (os.cpu_count() or 1) * 3 // 4)
 
 
-class Shard:
+class Shard(ABC):
     """One call of a suite whose rows are processes: what ended badly, what was not run, how long it took."""
 
     def __init__(self, suite: str, args: argparse.Namespace):
@@ -202,9 +203,9 @@ class Shard:
         # ended from outside: end the rows' processes too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
+    @abstractmethod
     def run(self) -> int:
         """Measure what the arguments ask for; the exit code."""
-        raise NotImplementedError
 
     def left_s(self) -> float:
         return float(self.args.limit_s - (time.perf_counter() - self.began))

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +68,33 @@ def arrivals(load: Sequence[int], vocabulary: int) -> list[tuple[int, list[int],
 # ---------------------------------------------------------------------------- a child: one engine
 
 
+def served(llm: Any, requests: Sequence[Any]) -> Iterator[Any]:
+    """Requests (step of the engine, prompt, tokens to make) as they end. They are added step by step, so that it repeats exactly."""
+    from vllm import SamplingParams
+
+    waiting, step = list(enumerate(requests)), 0
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        while waiting and waiting[0][1][0] <= step:
+            number, (_, prompt, max_tokens) = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        step += 1
+        yield from (output for output in llm.llm_engine.step() if output.finished)
+
+
 def serve(wish: Result) -> None:
     """Reads the name of a load per line, serves it, and answers."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from dynaflow.integrations.vllm import stats
 
     llm = LLM(wish["model"], **wish["engine"])
 
     def round_(load: Sequence[int]) -> Result:
-        waiting = list(enumerate(arrivals(load, wish["vocabulary"])))
         llm.reset_prefix_cache()
-        before = copy.deepcopy(stats())
-        tokens: dict[str, list[int]] = {}
-        step, began = 0, time.perf_counter()
-        while waiting or llm.llm_engine.has_unfinished_requests():
-            while waiting and waiting[0][1][0] <= step:
-                number, (_, prompt, max_tokens) = waiting.pop(0)
-                sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-                llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-            step += 1
-            for output in llm.llm_engine.step():
-                if output.finished:
-                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+        before, requests = copy.deepcopy(stats()), arrivals(load, wish["vocabulary"])
+        began = time.perf_counter()
+        tokens = {output.request_id: list(output.outputs[0].token_ids) for output in served(llm, requests)}
         ms = (time.perf_counter() - began) * 1e3
         found = stats()
         return {"ms": ms, "tokens": tokens, "steps": found.steps - before.steps, "split_steps": found.split_steps - before.split_steps,

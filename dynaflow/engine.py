@@ -14,7 +14,6 @@ import copy
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
 
@@ -26,26 +25,24 @@ from torch._inductor.output_code import CompiledFxGraph
 from dynaflow import errors
 from dynaflow.batching import Facts, analyse
 from dynaflow.contest import LATER, contest, is_measuring
-from dynaflow.context import ALL, Context, current_tags
+from dynaflow.context import ALL, current_tags
 from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import Inductor, compile_captured
 from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
-from dynaflow.ir import Op, Part, Plan, evaluate
-from dynaflow.memory import can_be_loose
+from dynaflow.ir import Part, Plan, evaluate
 from dynaflow.ongoing import Ongoing, is_serialised, ongoing
 from dynaflow.partition import partition
 from dynaflow.planned import Fallback, Planned, finish_plan
-from dynaflow.planner import run_strategy, sequential_plan
+from dynaflow.planner import sequential_plan
+from dynaflow.planning import Planning
 from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.region import Region
-from dynaflow.replacement import body, check_replacement
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run, is_profiling
-from dynaflow.runtime.program import COPIED, Bound, Program
-from dynaflow.runtime.ranks import agree, announce
-from dynaflow.runtime.sm_shares import check_shares
+from dynaflow.runtime.program import Bound
+from dynaflow.runtime.ranks import announce
 from dynaflow.settings import Settings
 from dynaflow.sources import ITEM, Sources, Unplannable
 from dynaflow.strategies import Sequential
@@ -56,8 +53,6 @@ log = logging.getLogger("dynaflow")
 
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
-# plans of one context that are measured against each other
-MAX_PLANS = 8
 
 _NOTHING = nullcontext()
 
@@ -72,18 +67,6 @@ class Rows(NamedTuple):
 
 _NEEDS_GRAD = Fallback("gradients are needed: the sequential graph runs under autograd")
 _ALIASED = Fallback("inputs share memory that were separate when the graph was captured")
-
-
-def _other_options(chosen: tuple[int, ...], num_options: Sequence[int]) -> list[tuple[int, ...]]:
-    """What is left to choose after a run that was told so much, and had so many options: each combination comes up once."""
-    rest = range(len(chosen), len(num_options))
-    return [(*chosen, *(0 for _ in range(len(chosen), i)), option) for i in rest for option in range(1, num_options[i])]
-
-
-def _identity(planned: Planned) -> tuple[Any, ...]:
-    """Plans name the functions that they put in the place of ops; those may differ under one name."""
-    functions = planned.binder.program.functions if planned.binder is not None else {}
-    return (str(planned.plan), *((name, id(function)) for name, function in functions.items()))
 
 
 class CapturedGraph:
@@ -112,7 +95,6 @@ class CapturedGraph:
         self._unmeasured: set[Any] = set()
         # tags that a plan looked at: others do not tell contexts apart
         self._tags_read: tuple[str, ...] = ()
-        self.plans: list[Planned] = []
         self._bound: dict[Any, Bound | Fallback] = {}
         # id of a plan -> the plan, and the binder of its serialised twin
         self._serial: dict[int, tuple[Plan, Binder]] = {}
@@ -217,7 +199,7 @@ class CapturedGraph:
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
         is_recorded = self.settings.runtime == "graph"
         self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None
-        self.program = replace(self.built.program, compiler=self.compiler)
+        self.planning = Planning(self.gm.graph, self.built, self.compiler, self.settings, self.device)
         if is_recorded:
             self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow)
             self._padding = Padding(flow, self.built, self.settings.buckets)
@@ -414,11 +396,10 @@ class CapturedGraph:
         if batch_sizes == {1} and self.built.may_alias:
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         facts = self.call_facts(args, next(iter(batch_sizes), self.fixed_batch or 1), tags)
-        planned = next((p for p in self.plans if p.holds(facts)), None)
         numbers = dict(zip(self.flow.symbols, sizes))
+        planned = self.planning.known(facts)
         if planned is None:
-            planned = self._plan_with_all_ranks(facts, numbers)
-            self.plans.append(planned)
+            planned = self.planning.plan_with_all_ranks(facts, numbers)
             looks = [look for p in (planned, *planned.rivals) for look in p.looks]
             read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
             self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
@@ -472,95 +453,6 @@ class CapturedGraph:
             facts[group + ALL] = tuple(sorted(name for name in facts if name.startswith(group)))
         return facts
 
-    def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
-        """Run the strategy in this context; and, where plans are measured, once for each combination of its options."""
-        planned, num_options = self._plan_once(facts, sizes, ())
-        if not self.settings.never_slower:
-            return planned
-        rivals: list[Planned] = []
-        waiting = _other_options((), num_options)
-        for _ in range(MAX_PLANS - 1):
-            if not waiting:
-                break
-            chosen = waiting.pop(0)
-            try:
-                rival, num_options = self._plan_once(facts, sizes, chosen)
-            except errors.DynaFlowError as error:
-                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
-                continue
-            waiting += _other_options(chosen, num_options)
-            if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
-                rivals.append(rival)
-        return replace(planned, rivals=tuple(rivals))
-
-    def _plan_once(self, facts: Mapping[str, Any], sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
-        """Synchronise, fuse, place and verify what the strategy did; and how many options it had."""
-        began = time.perf_counter()
-        context = Context(facts)
-        planner = run_strategy(
-            self.flow, self.settings.strategy, context, chosen=chosen,
-            check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
-            make_body=lambda calls: body(self.built.program, calls),
-        )  # fmt: skip
-        plan = planner.finish()
-        self.settings.count(plans=1)
-        if plan.reason:
-            return Planned(plan, context.looks, None), planner.num_options
-        check_shares(plan.streams, self.device)
-        binder = self._finish(plan, planner.functions, sizes)
-        plan = binder.plan
-        log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
-                 len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
-        return Planned(plan, context.looks, binder), planner.num_options
-
-    def _finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any]) -> Binder:
-        """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing
-        but views of it is read."""
-        program, flow = replace(self.program, functions=functions), self.flow
-        can_fuse = self.can_fuse if self.compiler is not None else None
-        finished = finish_plan(flow, plan, can_fuse)
-        loose = self._allocated_by_units(finished, program, sizes)
-        return Binder(finish_plan(flow, plan, can_fuse, loose) if loose else finished, program)
-
-    def can_fuse(self, op: Op) -> bool:
-        assert self.compiler is not None
-        # one that must stay between recordings would keep the whole unit there
-        is_between = self._recordings is not None and bool(why_between(op, self.built, self.device))
-        return self.compiler.can_fuse(op.name) and not is_between and self.program.units[op.name].into is None
-
-    def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
-        if self.settings.runtime.startswith("fake"):
-            return frozenset()  # poisoned memory shows more
-        candidates = can_be_loose(self.flow, plan) & frozenset().union(*(unit.fresh for unit in program.units.values()))
-        if not candidates:
-            return frozenset()
-        try:
-            bound = Binder(plan, program).bind(sizes)
-        except errors.BatchTooSmall:
-            return frozenset()
-        copied = {bound.views[out.view].value for call in bound.calls for out in call.outs if out.how == COPIED and out.scratch is None}
-        return frozenset(copied) & candidates
-
-    def _plan_with_all_ranks(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
-        """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
-        refused: errors.DynaFlowError | None = None
-        try:
-            planned = self.plan(facts, sizes)
-        except errors.DynaFlowError as error:
-            refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
-        try:
-            for each in (planned, *planned.rivals):
-                agree(self.gm.graph, self.flow, each.plan)
-        except errors.RankMissing:
-            raise
-        except errors.RankMismatch as error:
-            # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
-            self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
-            raise (refused or error) from None  # the first error is the one to show
-        if refused is not None:
-            raise refused
-        return planned
-
     def _serial_bound(self, bound: Bound, sizes: tuple[Any, ...]) -> Bound:
         with self.settings.lock:
             plan, binder = self._serial.get(id(bound.plan), (None, None))
@@ -584,7 +476,7 @@ class CapturedGraph:
         with self.settings.lock:
             there = self._bound.get((bound, moved))
             if there is None:
-                binder = next(p.binder for p in self.plans if p.binder is not None and p.plan is bound.plan)
+                binder = next(p.binder for p in self.planning.plans if p.binder is not None and p.plan is bound.plan)
                 there = binder.bind(bound.sizes, bound.memory, moved)
                 self._keep((bound, moved), there)
                 self.settings.count(binds=1)
@@ -602,7 +494,7 @@ class CapturedGraph:
             return None
         numbers = dict(zip(self.flow.symbols, sizes))
         if self._sequential_binder is None:
-            self._sequential_binder = self._finish(sequential_plan(self.flow, "sequential"), {}, numbers)
+            self._sequential_binder = self.planning.finish(sequential_plan(self.flow, "sequential"), {}, numbers)
         return self._sequential_binder.bind(numbers)
 
     # -- 3. runs

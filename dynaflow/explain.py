@@ -191,7 +191,7 @@ class InspectedGraph(CapturedGraph):
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
-        planned = self.plan(self.call_facts(args, batch_size, current_tags()), sizes)
+        planned = self.planning.plan(self.call_facts(args, batch_size, current_tags()), sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.binder.bind(sizes) if planned.binder is not None else None
         is_whole = isinstance(self.settings.strategy, Sequential) and self.settings.runtime != "graph"

@@ -252,7 +252,8 @@ class _Kept(CapturedGraph):
         self.settings.graphs.append(self)
 
     def forget(self) -> None:
-        self.plans.clear()
+        if self._is_analysed and self.refusal is None:
+            self.planning.plans.clear()
         self._bound.clear()
         self._serial.clear()
         for region in self.regions:

@@ -69,7 +69,9 @@ def make_mistake(name):
 
 
 def run(options):
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
+
+    from benchmarks.vllm_serving import served
 
     if options.get("mistake"):
         make_mistake(options["mistake"])
@@ -78,18 +80,10 @@ def run(options):
         "block_size": 32, "enforce_eager": True, "enable_prefix_caching": True, "seed": 0,
     }  # fmt: skip
     llm = LLM(options["model"], **{**engine, **options.get("engine", {})})
-    waiting = list(enumerate(options["arrivals"]))
-    tokens, cached, step = {}, 0, 0
-    while waiting or llm.llm_engine.has_unfinished_requests():
-        while waiting and waiting[0][1][0] <= step:
-            number, (_, prompt, max_tokens) = waiting.pop(0)
-            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        step += 1
-        for output in llm.llm_engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-                cached += output.num_cached_tokens or 0
+    tokens, cached = {}, 0
+    for output in served(llm, options["arrivals"]):
+        tokens[output.request_id] = list(output.outputs[0].token_ids)
+        cached += output.num_cached_tokens or 0
     return {"tokens": tokens, "cached_tokens": cached, "stats": llm.collective_rpc(_stats)}
 
 

@@ -1,0 +1,152 @@
+"""Contexts -> plans of one captured graph.
+
+1. The strategy runs once per context; what it did is synchronised, fused, placed and verified.
+2. Where plans are measured, it runs once more for each combination of its options (`flow.any_of`): rivals of the first.
+3. Ranks agree on the order of their collectives, or all of them run the sequential graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from dynaflow import errors
+from dynaflow.context import Context
+from dynaflow.inductor.entries import Inductor
+from dynaflow.ir import Op, Plan
+from dynaflow.memory import can_be_loose
+from dynaflow.planned import Planned, finish_plan
+from dynaflow.planner import run_strategy, sequential_plan
+from dynaflow.recorded import why_between
+from dynaflow.replacement import body, check_replacement
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import COPIED, Program
+from dynaflow.runtime.ranks import agree
+from dynaflow.runtime.sm_shares import check_shares
+from dynaflow.settings import Settings
+from dynaflow.units import Built
+
+log = logging.getLogger("dynaflow")
+
+# plans of one context that are measured against each other
+MAX_PLANS = 8
+
+
+class Planning:
+    def __init__(self, graph: fx.Graph, built: Built, compiler: Inductor | None, settings: Settings, device: torch.device):
+        self._graph, self.built, self.compiler, self.settings, self.device = graph, built, compiler, settings, device
+        self.flow = built.program.flow
+        self.program: Program = replace(built.program, compiler=compiler)
+        # in the order in which they are looked through
+        self.plans: list[Planned] = []
+
+    def known(self, facts: Mapping[str, Any]) -> Planned | None:
+        """A plan that was made for a context which looks the same to its strategy."""
+        return next((p for p in self.plans if p.holds(facts)), None)
+
+    def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
+        """Run the strategy in this context; and, where plans are measured, once for each combination of its options."""
+        planned, num_options = self._plan_once(facts, sizes, ())
+        if not self.settings.never_slower:
+            return planned
+        rivals: list[Planned] = []
+        waiting = _other_options((), num_options)
+        for _ in range(MAX_PLANS - 1):
+            if not waiting:
+                break
+            chosen = waiting.pop(0)
+            try:
+                rival, num_options = self._plan_once(facts, sizes, chosen)
+            except errors.DynaFlowError as error:
+                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
+                continue
+            waiting += _other_options(chosen, num_options)
+            if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
+                rivals.append(rival)
+        return replace(planned, rivals=tuple(rivals))
+
+    def _plan_once(self, facts: Mapping[str, Any], sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
+        """Synchronise, fuse, place and verify what the strategy did; and how many options it had."""
+        began = time.perf_counter()
+        context = Context(facts)
+        planner = run_strategy(
+            self.flow, self.settings.strategy, context, chosen=chosen,
+            check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
+            make_body=lambda calls: body(self.built.program, calls),
+        )  # fmt: skip
+        plan = planner.finish()
+        self.settings.count(plans=1)
+        if plan.reason:
+            return Planned(plan, context.looks, None), planner.num_options
+        check_shares(plan.streams, self.device)
+        binder = self.finish(plan, planner.functions, sizes)
+        plan = binder.plan
+        log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
+                 len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
+        return Planned(plan, context.looks, binder), planner.num_options
+
+    def finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any]) -> Binder:
+        """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing
+        but views of it is read."""
+        program, flow = replace(self.program, functions=functions), self.flow
+        can_fuse = self._can_fuse if self.compiler is not None else None
+        finished = finish_plan(flow, plan, can_fuse)
+        loose = self._allocated_by_units(finished, program, sizes)
+        return Binder(finish_plan(flow, plan, can_fuse, loose) if loose else finished, program)
+
+    def _can_fuse(self, op: Op) -> bool:
+        assert self.compiler is not None
+        # one that must stay between recordings would keep the whole unit there
+        is_between = self.settings.runtime == "graph" and bool(why_between(op, self.built, self.device))
+        return self.compiler.can_fuse(op.name) and not is_between and self.program.units[op.name].into is None
+
+    def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
+        if self.settings.runtime.startswith("fake"):
+            return frozenset()  # poisoned memory shows more
+        candidates = can_be_loose(self.flow, plan) & frozenset().union(*(unit.fresh for unit in program.units.values()))
+        if not candidates:
+            return frozenset()
+        try:
+            bound = Binder(plan, program).bind(sizes)
+        except errors.BatchTooSmall:
+            return frozenset()
+        copied = {bound.views[out.view].value for call in bound.calls for out in call.outs if out.how == COPIED and out.scratch is None}
+        return frozenset(copied) & candidates
+
+    def plan_with_all_ranks(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
+        """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
+        refused: errors.DynaFlowError | None = None
+        try:
+            planned = self.plan(facts, sizes)
+        except errors.DynaFlowError as error:
+            refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
+        try:
+            for each in (planned, *planned.rivals):
+                agree(self._graph, self.flow, each.plan)
+        except errors.RankMissing:
+            raise
+        except errors.RankMismatch as error:
+            # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
+            self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
+            raise (refused or error) from None  # the first error is the one to show
+        if refused is not None:
+            raise refused
+        self.plans.append(planned)
+        return planned
+
+
+def _other_options(chosen: tuple[int, ...], num_options: Sequence[int]) -> list[tuple[int, ...]]:
+    """What is left to choose after a run that was told so much, and had so many options: each combination comes up once."""
+    rest = range(len(chosen), len(num_options))
+    return [(*chosen, *(0 for _ in range(len(chosen), i)), option) for i in rest for option in range(1, num_options[i])]
+
+
+def _identity(planned: Planned) -> tuple[Any, ...]:
+    """Plans name the functions that they put in the place of ops; those may differ under one name."""
+    functions = planned.binder.program.functions if planned.binder is not None else {}
+    return (str(planned.plan), *((name, id(function)) for name, function in functions.items()))
