@@ -148,10 +148,10 @@ def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
 HOST_STEPS, HOST_DROPPED = 4, 1
 
 
-def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200) -> dict[str, dict[str, float]]:
+def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "") -> dict[str, dict[str, float]]:
     """Time on the host until a call returns, of each variant, taken in turns. The queue is emptied before each turn, so that it never
-    pushes back."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    pushes back. `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn."""
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
     result: Any = None
     gc.collect()
     gc.disable()
@@ -168,9 +168,15 @@ def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200
                     began = time.perf_counter()
                     result = call(inputs)
                     block.append((time.perf_counter() - began) * 1e6)
-                times[name] += block[HOST_DROPPED:]
+                times[name].append(block[HOST_DROPPED:])
     finally:
         gc.enable()
     del result
-    return {name: {"median_us": round(statistics.median(us), 1), "spread_us": round(spread(sorted(us)), 1),
-                   "tenth_us": round(sorted(us)[len(us) // 10], 1)} for name, us in times.items()}  # fmt: skip
+    turns = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
+    found = {}
+    for name, blocks in times.items():
+        us = sorted(us for block in blocks for us in block)
+        found[name] = {"median_us": statistics.median(us), "spread_us": spread(us), "tenth_us": us[len(us) // 10]}
+        if base in turns:
+            found[name]["over_base_us"] = statistics.median(a - b for a, b in zip(turns[name], turns[base]))
+    return {name: {what: round(us, 1) for what, us in figures.items()} for name, figures in found.items()}
