@@ -17,8 +17,8 @@ from dynaflow.runtime.program import Bound
 if TYPE_CHECKING:
     from dynaflow.region import Region
 
-# sets of addresses at which a case gets the outputs of other recordings
-MAX_ADDRESSES = 8
+# sets of addresses at which a case gets the outputs of other recordings, and of all its inputs that are remembered with them
+MAX_ADDRESSES, MAX_KNOWN = 8, 64
 
 _NOTHING = nullcontext()
 
@@ -57,6 +57,9 @@ class Way:
         # inputs whose addresses tell recordings apart where they are lent: a backward may well change a saved tensor in place
         self._keyed = [*self._checked, *self._kernels.changed]
         self._keys: dict[tuple[int, ...], _Key] = {}
+        # the same by the addresses of all of them, for as long as the same of them are lent
+        self._known: dict[tuple[int, ...], _Key] = {}
+        self._known_at = -1
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, on(self._device):
@@ -76,12 +79,9 @@ class Way:
 
     def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
         assert self._recordings is not None
-        addresses = tuple([args[i].data_ptr() for i in self._keyed if graphs.is_lent(args[i])])
-        key = self._keys.get(addresses)
+        key = self._key(args)
         if key is None:
-            if len(self._keys) >= MAX_ADDRESSES:
-                return None
-            key = self._keys[addresses] = _Key()
+            return None
         outputs = self._recordings.replay(key, args)
         if outputs is None and self._is_aligned(args):
             self._moving.update(i for i, address in key.addresses.items() if args[i].data_ptr() != address)
@@ -89,6 +89,23 @@ class Way:
             key.addresses = {i: args[i].data_ptr() for i in self._checked if i not in copied}
             outputs = self._recordings.record(key, args, lambda: copied, self._body)
         return outputs
+
+    def _key(self, args: Sequence[Any]) -> _Key | None:
+        """On the path of every call, and a backward has hundreds of inputs: whether each is lent is asked once."""
+        if self._known_at != (version := graphs.lent_version()) or len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+            self._known_at = version
+        everywhere = tuple([args[i].data_ptr() for i in self._keyed])
+        key = self._known.get(everywhere)
+        if key is None:
+            lent = tuple([address for i, address in zip(self._keyed, everywhere) if graphs.is_lent(args[i])])
+            key = self._keys.get(lent)
+            if key is None:
+                if len(self._keys) >= MAX_ADDRESSES:
+                    return None
+                key = self._keys[lent] = _Key()
+            self._known[everywhere] = key
+        return key
 
     def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
         """Inputs that are copied. What is expanded cannot be: its slot would be written several times in one place."""

@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections import Counter, OrderedDict
 from contextlib import suppress
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Iterable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -201,7 +201,7 @@ class Recording:
         self._memory = list(dict.fromkeys(memory))
         self._lies = [(self._memory.index(m), _lie(output)) for m, output in zip(memory, outputs)]
         self._addresses = {address for address, _, _ in self._memory}
-        _homes.update(self._addresses)
+        _homes.add(self._addresses)
         # weak references to the storages that were handed out last
         self.lent: list[int] = []
 
@@ -248,10 +248,7 @@ class Recording:
 
     def __del__(self) -> None:
         """The memory of outputs that somebody has outlives the recording."""
-        for address in getattr(self, "_addresses", ()):
-            _homes[address] -= 1
-            if not _homes[address]:
-                del _homes[address]
+        _homes.remove(getattr(self, "_addresses", ()))
         if getattr(self, "lent", None) and not self.is_free():
             _outlived[next(_numbers)] = (self.outputs, self.lent)
 
@@ -274,13 +271,39 @@ def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
     return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
 
 
-# addresses of the outputs of recordings
-_homes: Counter[int] = Counter()
+class _Homes:
+    """Addresses of the outputs of recordings."""
+
+    def __init__(self) -> None:
+        self._count: Counter[int] = Counter()
+        self.version = 0
+
+    def add(self, addresses: Iterable[int]) -> None:
+        self._count.update(addresses)
+        self.version += 1
+
+    def remove(self, addresses: Iterable[int]) -> None:
+        self.version += 1
+        for address in addresses:
+            self._count[address] -= 1
+            if not self._count[address]:
+                del self._count[address]
+
+    def __contains__(self, address: int) -> bool:
+        return address in self._count
+
+
+_homes = _Homes()
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
     """Whether it lies in the outputs of a recording: the next call's may well lie there, too."""
-    return _homes[tensor.untyped_storage().data_ptr()] > 0
+    return tensor.untyped_storage().data_ptr() in _homes
+
+
+def lent_version() -> int:
+    """Changes whenever what is lent may have changed for an address."""
+    return _homes.version
 
 
 # Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while

@@ -105,6 +105,27 @@ def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
     assert not any("new addresses" in r.message for r in caplog.records)
 
 
+def test_what_is_lent_is_asked_once_until_it_may_have_changed(monkeypatch):
+    asked, lent, version = [], [False], [0]
+    monkeypatch.setattr(graphs, "is_lent", lambda t: asked.append(t) or lent[0])
+    monkeypatch.setattr(graphs, "lent_version", lambda: version[0])
+    x, others = torch.randn(6, 6), set(region.living)
+    fast = compiled(lambda x: ((x @ x).relu(), x + 1), "graph")
+    with torch.no_grad():
+        for _ in range(4):
+            fast(x)
+        asked.clear()
+        torch.testing.assert_close(fast(x), ((x @ x).relu(), x + 1))
+        assert not asked, "the same addresses"
+        lent[0], version[0] = True, 1
+        for _ in range(3):
+            x.add_(1)
+            torch.testing.assert_close(fast(x), ((x @ x).relu(), x + 1))
+    assert asked, "what lies there may be another's now"
+    (case,) = [case for made in set(region.living) - others for case in made.cases.values()]
+    assert set(case._way._keys) == {(), (x.data_ptr(),)}
+
+
 def test_eval_and_train_in_turns():
     model, twin = Branchy(), Branchy()
     twin.load_state_dict(model.state_dict())
