@@ -23,6 +23,7 @@ import torch
 from torch._prims_common import clone_preserve_strides
 
 from dynaflow import disk
+from dynaflow.inductor.units import ambient
 from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
 from dynaflow.runtime import graphs
 from dynaflow.runtime.lanes import is_profiling
@@ -184,6 +185,6 @@ def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...],
     machine = torch.cuda.get_device_name(graph.device) if graph.device.type == "cuda" else f"cpu {torch.get_num_threads()}"
     lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]
     settings, plans = graph.settings, [str(bound.plan) for bound in bounds]
-    versions = torch.__version__, VERSION, torch.get_float32_matmul_precision()
-    key = repr((graph.gm.code, plans, sizes, lie, machine, versions, settings.runtime, settings.compiler))
+    versions = torch.__version__, VERSION
+    key = repr((graph.gm.code, plans, sizes, lie, machine, versions, ambient(), settings.runtime, settings.compiler))
     return disk.directory("contests") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

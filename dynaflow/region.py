@@ -6,7 +6,7 @@ tell cases apart. Per case:
 1. The first call runs Inductor's wrapper, with a look at what extern kernels return.
 2. The second makes the kernels' flow and a plan. Under the strategy "auto" it measures what the kernels cost, searches for plans, lets
    the best of them and Inductor's own callable run in turns on copies of this call's arguments, and keeps the fastest. The choice is
-   remembered on disk. Any other strategy gets what it asks for.
+   remembered on disk, and taken for sizes that are near. Any other strategy gets what it asks for.
 3. Later calls run what was chosen: on CUDA as one recording, on the CPU on lanes.
 
 Whatever is not understood runs as Inductor has it: said once, counted, raised instead when strict.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import types
+from dataclasses import replace
 from typing import Any, Mapping, Sequence
 from weakref import WeakSet
 
@@ -44,6 +45,8 @@ log = logging.getLogger("dynaflow")
 
 # cases of one region: sizes beyond these run as Inductor has them
 MAX_CASES = 16
+# sizes that differ by less than this factor run as was found best for the first of them
+NEAR = 2.0
 
 # all regions of the process, for those who want to know what was chosen
 living: WeakSet[Region] = WeakSet()
@@ -77,7 +80,7 @@ class Region:
             if len(self.cases) >= MAX_CASES:
                 self.note(f"more than {MAX_CASES} different sizes")
                 return self.plain(args)
-            case = self.cases[numbers] = Case(self)
+            case = self.cases[numbers] = Case(self, numbers)
         return case(args)
 
     def forget(self) -> None:
@@ -110,10 +113,12 @@ class Region:
 class Case:
     """A region for given numbers."""
 
-    def __init__(self, region: Region):
-        self.region = region
+    def __init__(self, region: Region, numbers: tuple[int, ...]):
+        self.region, self.numbers = region, numbers
         self.kernels: Kernels | None = None
         self.choice: Choice | None = None
+        # for these very sizes, now or by an earlier process
+        self.is_measured = False
         self.bound: Bound | None = None
         self._way: Boxed | None = None
         self._seen: Mapping[str, Any] | None = None
@@ -169,8 +174,12 @@ class Case:
                     # every rank measures for as long as it likes, or not at all: others would wait for it
                     raise NotUnderstood(f"{op.name} may talk to other ranks, and is not measured on one alone")
             self.choice = self._remembered(args)
+            self.is_measured = self.choice is not None
+            if self.choice is None:
+                self.choice = self._of_near_sizes()
             if self.choice is None:
                 self.choice = Trials(region, made, args).choose()
+                self.is_measured = True
                 disk.save(self._path(args), self.choice.dump())
         else:
             plan = self._asked(args)
@@ -211,6 +220,26 @@ class Case:
             return None
         return choice
 
+    def _of_near_sizes(self) -> Choice | None:
+        """What was measured for other sizes, none of them further away than a factor of NEAR: a cache that grows by one token per call
+        is not measured at every length."""
+        assert self.kernels is not None
+        measured = [(_distance(self.numbers, case.numbers), case) for case in self.region.cases.values() if case.is_measured]
+        distance, near = min(measured, key=lambda pair: pair[0], default=(NEAR, self))
+        if distance >= NEAR or near.choice is None:
+            return None
+        choice = near.choice
+        if choice.plan:
+            plan = replace(Plan.parse(choice.plan), flow=self.kernels.flow.label)
+            try:
+                verify(plan, self.kernels.flow)
+            except errors.DynaFlowError as error:
+                log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
+                return None
+            choice = replace(choice, plan=str(plan))
+        log.info("%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
+        return choice
+
     def _path(self, args: Sequence[Any]) -> Any:
         """Of the choice for this code, these sizes and this machine."""
         region, device = self.region, device_of(args)
@@ -218,6 +247,11 @@ class Case:
         lie = [a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args]
         key = repr((region.digest, region.name, lie, machine, torch.__version__, region.settings.max_memory, region.settings.runtime))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _distance(numbers: Sequence[int], others: Sequence[int]) -> float:
+    """The largest factor between two that correspond."""
+    return max((max(a, b, 1) / max(min(a, b), 1) for a, b in zip(numbers, others, strict=True)), default=1.0)
 
 
 def _has_other_ranks() -> bool:

@@ -129,7 +129,7 @@ class CompiledUnit:
         return Variant(inputs, compiled.call, compiled.own, aligned, compiled, shape.symbols)
 
     def _share(self) -> _Shared:
-        state = (self.autocast, _ambient())
+        state = (self.autocast, ambient())
         with _LOCK:
             if state not in self._shared:
                 key = (self.structure.key, *state)
@@ -147,7 +147,7 @@ def _numbers(symbols: Sequence[str], sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[symbol] for symbol in symbols)
 
 
-def _ambient() -> tuple[Any, ...]:
+def ambient() -> tuple[Any, ...]:
     """Settings of the process that change what is traced or generated."""
     backends: Any = torch.backends
     deterministic: Any = torch.utils.deterministic
@@ -186,7 +186,7 @@ class _Shared:
             if not static and len(self.dynamic) >= MAX_DYNAMIC:
                 raise NotCompiled(f"guards hold for none of {MAX_DYNAMIC} variants")
             try:
-                compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static, state=_ambient())
+                compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static, state=ambient())
             except NotCompiled as e:
                 self.failed[attempt] = str(e)
                 raise

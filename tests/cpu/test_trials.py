@@ -54,6 +54,22 @@ def test_neighbours_of_the_best_are_tried(times, monkeypatch):
     assert any("noise" in name for name in choice.times_us)
 
 
+def test_near_sizes_are_measured_once(times):
+    """As under a cache that grows: 9 to 17 is less than a doubling, 19 is more; and results are those of the sizes at hand."""
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    model, before = Towers(), set(region.living)
+    fast = compiled(model, "auto", "auto")
+    with torch.no_grad():
+        for rows in (8, 9, 10, 17, 19, 9, 17):  # 8 is captured for itself
+            for _ in range(3):
+                x = torch.randn(rows, 8)
+                torch.testing.assert_close(fast(x), model(x))
+    cases = {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
+    assert {numbers for numbers, case in cases.items() if case.is_measured} == {(), (9,), (19,)}
+    assert set(cases) == {(), (9,), (10,), (17,), (19,)}
+    assert all(case.choice.plan for case in cases.values())
+
+
 def test_the_fastest_is_kept(times, caplog):
     times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
     fast = compiled(Towers(), "auto", "auto")
