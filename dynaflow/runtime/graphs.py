@@ -185,8 +185,9 @@ class Recording:
         # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
         outputs = self.outputs = body.prepare()
         if recorder is None:
-            body(given, self._run_step, outputs)
-            self._pieces.append(lambda: body(given, Recording._run_step, outputs))
+            known = [_by_address(a) for a in given]
+            body(known, self._run_step, outputs)
+            self._pieces.append(lambda: body(known, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
@@ -269,6 +270,14 @@ def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
         return _construct(lie, storage)  # type: ignore[no-any-return]
     empty = torch.empty(0, dtype=lie["dtype"], device=lie["device"])
     return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
+
+
+def _by_address(arg: Any) -> Any:
+    """What a CUDA Graph keeps of a tensor: where it lies. It holds nobody's saved tensors."""
+    if type(arg) not in (torch.Tensor, torch.nn.Parameter) or not arg.numel() or arg.is_conj() or arg.is_neg():
+        return arg
+    memory = arg.untyped_storage()
+    return _tensor_over(_storage_at(memory.data_ptr(), memory.device, memory.nbytes()), _lie(arg))
 
 
 class _Homes:
