@@ -1,10 +1,10 @@
 """vLLM under a strategy: a `vllm.general_plugins` plugin, off until asked for.
 
-    DYNAFLOW_STRATEGY=two_batch vllm serve ...
+    DYNAFLOW_STRATEGY=auto vllm serve ...
     LLM(..., additional_config={"dynaflow": {"strategy": "two_batch", "min_tokens": 512}})
 
 vLLM calls `register` in every process. Where DynaFlow is asked for, and nothing in the configuration is against it, a `Steps` stands
-between the model runner and its model (`vllm_steps.py`).
+between the model runner and its model (`vllm_steps.py`). Under "auto" it decides from what steps take (`vllm_trials.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import dynaflow as df
 from dynaflow.errors import OptionError
 from dynaflow.integrations.vllm_steps import TOTAL, Stats, Steps
+from dynaflow.integrations.vllm_trials import Trials
 from dynaflow.settings import read_strategy
 
 log = logging.getLogger("vllm.dynaflow")
@@ -34,9 +35,13 @@ DEFAULTS = {"strategy": "two_batch", "min_tokens": 512, "compiler": "auto", "run
 
 # ops of vLLM that treat tokens apart; a build has some of them
 ROWWISE = """_C.rms_norm _C.fused_add_rms_norm _C.rotary_embedding _C.silu_and_mul _C.mul_and_silu _C.gelu_and_mul _C.gelu_tanh_and_mul
-    _C.gelu_new _C.gelu_fast _C.gelu_quick _C.onednn_mm _C.cpu_fused_moe vllm.moe_forward vllm.moe_forward_shared""".split()
+    _C.gelu_new _C.gelu_fast _C.gelu_quick _C.onednn_mm _C.cpu_fused_moe""".split()
+# they compute in one workspace of the process
+EXPERTS = ("vllm.moe_forward", "vllm.moe_forward_shared")
 ATTENTION = ("vllm.unified_attention_with_output", "vllm.unified_kv_cache_update")
-ALL_REDUCE = ("vllm.all_reduce", "_C.shm_allreduce")
+# that of dynaflow/testing/network.py: where a benchmark has it, it stands for vLLM's own
+EMULATED = "dynaflow_testing.all_reduce.default"
+ALL_REDUCE = ("vllm.all_reduce", "_C.shm_allreduce", EMULATED)
 
 
 def stats(worker: Any = None) -> Stats:
@@ -73,21 +78,38 @@ def asked_for(config: Any) -> dict[str, Any] | None:
     options = {**DEFAULTS, **given, **({"strategy": extra} if isinstance(extra, str) else extra or {})}
     if unknown := sorted(set(options) - set(DEFAULTS)):
         raise OptionError(f"additional_config['dynaflow'] has {unknown[0]!r}.", fix=f"use {', '.join(DEFAULTS)}")
-    return {**options, "strategy": read_strategy(options["strategy"]), "min_tokens": int(options["min_tokens"])}
+    is_auto = options["strategy"] == "auto"
+    strategy = df.NanoFlow() if is_auto else read_strategy(options["strategy"])
+    return {**options, "strategy": strategy, "is_auto": is_auto, "min_tokens": int(options["min_tokens"])}
 
 
 def _install(runner: Any, options: dict[str, Any]) -> None:
     for name in ("_model_forward", "_build_attention_metadata"):
         vars(runner).pop(name, None)  # the KV cache is initialised anew
-    TOTAL.refusal = refusal(runner)
+    is_auto = options.pop("is_auto")
+    TOTAL.refusal = refusal(runner) or (_nothing_to_hide(runner) if is_auto else "")
     if TOTAL.refusal:
         log.warning("dynaflow leaves this model to vLLM: %s", TOTAL.refusal)
         return
     _tell_split_rules()
     _log_as_vllm_does()
-    steps = Steps(runner, **options)
+    steps = Steps(runner, **options, trials=Trials(_added_up) if is_auto else None)
     runner._model_forward, runner._build_attention_metadata = steps.forward, steps.build_metadata
-    log.info("dynaflow: steps of %d tokens or more run under %s", steps.min_tokens, type(options["strategy"]).__name__)
+    where = ", where they are measured to be faster so" if is_auto else ""
+    log.info("dynaflow: steps of %d tokens or more run under %s%s", steps.min_tokens, type(options["strategy"]).__name__, where)
+
+
+def _nothing_to_hide(runner: Any) -> str:
+    """Why "auto" does not even try: on one rank, parts of a step only read the weights twice."""
+    has_collectives = runner.parallel_config.tensor_parallel_size > 1 or _find(EMULATED) is not None
+    return "" if has_collectives else "auto: one rank has no collectives to hide behind compute"
+
+
+def _added_up(numbers: list[float]) -> list[float]:
+    """Over all ranks of the tensor parallel group: they must decide alike."""
+    total = torch.tensor(numbers, dtype=torch.float64)
+    torch.distributed.all_reduce(total, group=parallel_state.get_tp_group().cpu_group)
+    return total.tolist()
 
 
 def _log_as_vllm_does() -> None:
@@ -128,12 +150,18 @@ def refusal(runner: Any) -> str:
 
 
 def _tell_split_rules() -> None:
-    for name in (*ROWWISE, *ATTENTION, *ALL_REDUCE):
-        namespace, _, op = name.partition(".")
-        if hasattr(getattr(torch.ops, namespace), op):
-            uses = _cache_of_layer if name in ATTENTION else _tensor_parallel_group if name in ALL_REDUCE else None
-            rule = _nothing_that_has_rows if name == ATTENTION[1] else df.rowwise
-            df.register_split_rule(getattr(getattr(torch.ops, namespace), op), rule, uses=uses)
+    uses = {**dict.fromkeys(ATTENTION, _cache_of_layer), **dict.fromkeys(ALL_REDUCE, _tensor_parallel_group),
+            **dict.fromkeys(EXPERTS, _workspace)}  # fmt: skip
+    for name in (*ROWWISE, *uses):
+        if (op := _find(name)) is not None:
+            df.register_split_rule(op, _nothing_that_has_rows if name == ATTENTION[1] else df.rowwise, uses=uses.get(name))
+
+
+def _find(name: str) -> Any:
+    """An op, or one overload of it, where this build of vLLM has it."""
+    namespace, op, *overload = name.split(".")
+    found = getattr(getattr(torch.ops, namespace), op, None)
+    return getattr(found, overload[0]) if found is not None and overload else found
 
 
 def _nothing_that_has_rows(call: Any) -> None:
@@ -146,3 +174,7 @@ def _cache_of_layer(call: Any) -> list[str]:
 
 def _tensor_parallel_group(call: Any) -> list[str]:
     return [f"group:{parallel_state.get_tp_group().device_group.group_name}"]
+
+
+def _workspace(call: Any) -> list[str]:
+    return ["vllm:workspace"]

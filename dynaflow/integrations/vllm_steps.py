@@ -4,7 +4,8 @@
 2. Each part has a forward context of its own, with the attention metadata that vLLM's builders make for its requests.
 3. Attention of one layer runs part after part (`kv:<layer>`), so a request may be cut inside: its later tokens read what its earlier
    ones wrote. No cut lies between a reader of the prefix cache and a writer that comes behind it in the batch.
-4. All other steps run as vLLM has them. Reasons are counted; one that holds for good is logged.
+4. All other steps run as vLLM has them. Reasons are counted; one that holds for good is logged. Until a step is split, it costs two
+   comparisons; nothing of its metadata is looked at.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch._dynamo.exc import TorchDynamoException
+from vllm import ir
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -28,6 +30,7 @@ import dynaflow as df
 from dynaflow.engine import Rows
 from dynaflow.errors import DynaFlowError, FellBack, RankMissing
 from dynaflow.integrations.requests import place_cuts, readers_before_writers
+from dynaflow.integrations.vllm_trials import Trials, kind_of
 
 log = logging.getLogger("vllm.dynaflow")
 
@@ -50,10 +53,11 @@ TOTAL = Stats()
 class Steps:
     """Stands between a model runner and its model."""
 
-    def __init__(self, runner: Any, strategy: Any, min_tokens: int, compiler: str, runtime: str):
-        self.runner, self.min_tokens = runner, min_tokens
+    def __init__(self, runner: Any, strategy: Any, min_tokens: int, compiler: str, runtime: str, trials: Trials | None = None):
+        self.runner, self.min_tokens, self.trials = runner, min_tokens, trials
         self._forward, self._build = runner._model_forward, runner._build_attention_metadata
-        # of the step under way: what its metadata was built from, and the first token of each request, with the end
+        # of the step under way: what its metadata was built from, as given and then by name; the first token of each request, and the end
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._call: dict[str, Any] = {}
         self._starts = np.zeros(1, np.int64)
         self._builders: dict[tuple[int, int], Any] = {}
@@ -67,38 +71,59 @@ class Steps:
 
     def build_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the runner's: it is called again for parts."""
-        self._call = self._signature.bind(*args, **kwargs).arguments
+        self._given = args, kwargs
         return self._build(*args, **kwargs)
 
     def forward(self, input_ids: Any = None, positions: Any = None, intermediate_tensors: Any = None, inputs_embeds: Any = None,
                 **others: Any) -> Any:  # fmt: skip
         """In the place of the runner's."""
-        num_tokens, context = self._call.get("num_tokens", 0), get_forward_context()
+        args, kwargs = self._given
+        num_tokens, context = kwargs["num_tokens"] if "num_tokens" in kwargs else args[0] if args else 0, get_forward_context()
         reason = TOTAL.refusal or (
             f"fewer than {self.min_tokens} tokens" if num_tokens < self.min_tokens
             else "vLLM has a CUDA Graph for it" if context.cudagraph_runtime_mode != CUDAGraphMode.NONE
             else "the model takes more than tokens" if context.skip_compiled or others else "")  # fmt: skip
         TOTAL.steps += 1
+        kind = None
+        if not reason:
+            phase, num_decoding = self._begin()
+            if self.trials is not None:
+                kind = kind_of(phase, num_tokens)
+                reason = "" if self.trials.wants_parts(kind) else "auto: no faster in parts"
         if not reason:
             try:
-                return self._split(num_tokens, context, input_ids, positions, inputs_embeds)
+                with self._timed(kind, num_tokens, True):
+                    return self._split(num_tokens, context, phase, num_decoding, input_ids, positions, inputs_embeds)
             except FellBack as error:
                 reason = str(error).splitlines()[0]
+                if self.trials is not None and kind is not None:
+                    self.trials.give_up(kind)
             except RankMissing:
                 raise
             except (DynaFlowError, TorchDynamoException) as error:
                 reason = TOTAL.refusal = str(error).splitlines()[0]
                 log.error("dynaflow leaves this model to vLLM from here on: %s", error)
         TOTAL.fallbacks[reason] += 1
-        return self._forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
+        with self._timed(kind, num_tokens, False):
+            return self._forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
 
-    def _split(self, num_tokens: int, context: ForwardContext, input_ids: Any, positions: Any, inputs_embeds: Any) -> Any:
-        """Without the tokens that pad the step, if any do."""
-        starts = self._starts = self.runner.query_start_loc.np[: self._call["num_reqs"] + 1].astype(np.int64)
-        num_decoding = int((np.diff(starts) == 1).sum())
-        phase = "prefill" if not num_decoding else "decode" if num_decoding == len(starts) - 1 else "mixed"
+    def _begin(self) -> tuple[str, int]:
+        """Reads the step that is to be split: its phase, and the requests that make one token."""
+        args, kwargs = self._given
+        self._call = self._signature.bind(*args, **kwargs).arguments
+        self._starts = self.runner.query_start_loc.np[: self._call["num_reqs"] + 1].astype(np.int64)
+        num_decoding = int((np.diff(self._starts) == 1).sum())
+        return "prefill" if not num_decoding else "decode" if num_decoding == len(self._starts) - 1 else "mixed", num_decoding
+
+    def _timed(self, kind: Any, num_tokens: int, in_parts: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.trials is None or kind is None else self.trials.timed(kind, num_tokens, in_parts)
+
+    def _split(self, num_tokens: int, context: ForwardContext, phase: str, num_decoding: int, input_ids: Any, positions: Any,
+               inputs_embeds: Any) -> Any:  # fmt: skip
+        """Without the tokens that pad the step, if any do. vLLM's own ops (`vllm.ir`) are captured as what they come down to: lowering
+        them is a pass of its compiler, not of ours."""
         unpadded = replace(context, batch_descriptor=None, is_padding=None, all_moe_layers=None)
-        with override_forward_context(unpadded), df.context(phase=phase, num_decoding=num_decoding):
+        with override_forward_context(unpadded), ir.enable_torch_wrap(False), df.context(phase=phase, num_decoding=num_decoding):
             result = self.fast(
                 input_ids=None if input_ids is None else input_ids[:num_tokens], positions=positions[..., :num_tokens],
                 intermediate_tensors=None, inputs_embeds=None if inputs_embeds is None else inputs_embeds[:num_tokens],

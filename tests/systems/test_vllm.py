@@ -16,12 +16,12 @@ HERE = Path(__file__).parent
 ON = {"min_tokens": 16}
 
 
-def serve(folder, model, arrivals, dynaflow=None, env=None, mistake=None, **engine):
+def serve(folder, model, arrivals, dynaflow=None, env=None, mistake=None, like_cuda=False, **engine):
     """Results of one engine in a process of its own, and what it logged."""
     results = folder / "results.json"
     if dynaflow is not None:
         engine["additional_config"] = {"dynaflow": dynaflow}
-    options = {"model": str(model), "arrivals": arrivals, "engine": engine, "mistake": mistake}
+    options = {"model": str(model), "arrivals": arrivals, "engine": engine, "mistake": mistake, "like_cuda": like_cuda}
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
            **(env or {})}  # fmt: skip
     ran = subprocess.run([sys.executable, HERE / "vllm_load.py", json.dumps(options), results], env=env, capture_output=True, text=True,
@@ -91,10 +91,11 @@ def test_beside_vllms_compiled_model(folder, model, plain, compiler):
 def test_experts(folder):
     vllm_load.make_model(folder / "moe", "qwen3_moe")
     wanted, _ = serve(folder, folder / "moe", vllm_load.mixed())
-    results, log = serve(folder, folder / "moe", vllm_load.mixed(), ON)
-    assert_same(results, wanted)
-    assert_split(results["stats"][0], 30)
-    assert "(0 only over the whole batch)" in log
+    for like_cuda in (False, True):
+        results, log = serve(folder, folder / "moe", vllm_load.mixed(), ON, like_cuda=like_cuda)
+        assert_same(results, wanted)
+        assert_split(results["stats"][0], 30)
+        assert "(0 only over the whole batch)" in log
 
 
 def test_two_ranks(folder, model):
@@ -105,6 +106,31 @@ def test_two_ranks(folder, model):
     assert len(results["stats"]) == 2 and results["stats"][0] == results["stats"][1]
     assert_split(results["stats"][0], 30)
     assert "on 2 streams" in log, "the all-reduces are no network ops"
+
+
+# -- auto
+
+
+def test_auto_leaves_a_single_rank_alone(folder, model, plain):
+    results, log = serve(folder, model, vllm_load.mixed(), env={"DYNAFLOW_STRATEGY": "auto"})
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert stats["refusal"] == "auto: one rank has no collectives to hide behind compute" and stats["refusal"] in log
+    assert stats["steps"] == stats["captures"] == 0
+
+
+def test_auto_decides_from_what_steps_take(folder, model):
+    """Steps of 1,000 tokens: 5 each way count, all ranks come to one verdict, and it holds."""
+    load = [(i // 5, [(11 * i + 7 * j * j) % 500 + 3 for j in range(200)], 1) for i in range(100)]
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "max_num_batched_tokens": 1024}
+    wanted, _ = serve(folder, model, load, **two)
+    results, log = serve(folder, model, load, env={"DYNAFLOW_STRATEGY": "auto"}, **two)
+    assert_same(results, wanted)
+    first, second = results["stats"]
+    assert first == second and first["captures"] == 1
+    in_parts = "in parts" if first["split_steps"] > 5 else "left to vLLM"
+    assert log.count("auto: prefill steps of 512 to 1023 tokens take") == 2 and f"as vLLM has them: {in_parts}" in log
+    assert (first["split_steps"], first["fallbacks"]["auto: no faster in parts"]) in ((5, 15), (15, 5))
 
 
 # -- one request cut inside, and the prefix cache

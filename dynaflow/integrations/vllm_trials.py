@@ -1,0 +1,87 @@
+"""Steps in parts, or as vLLM has them: whichever is faster, from steps that have to be run anyway.
+
+1. Steps are of kinds: the phase, and the tokens up to a factor of two. Of a kind, the first few take turns: in parts, as a whole, in
+   parts ... Nothing is run twice, nothing is run for its time alone.
+2. A step's time is that between two marks on the device's stream, per token. The first one each way does not count: it compiles.
+3. When both ways have their steps, all ranks add up their medians, and so come to the same verdict. It stands for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+log = logging.getLogger("vllm.dynaflow")
+
+# steps that count, each way
+NUM_STEPS = 4
+# what parts must take at most, of what the whole takes
+WORTH = 0.98
+
+# phase, and the tokens' number of binary digits
+Kind = tuple[str, int]
+
+
+class Trials:
+    def __init__(self, added_up: Callable[[list[float]], list[float]], mark: Callable[[], Any] | None = None):
+        """`added_up`: over all ranks. `mark`: a point in time; the device's, unless said otherwise."""
+        self._added_up, self._mark = added_up, mark or _on_device
+        # per kind that is undecided: (tokens, begin, end) of steps in parts, and of whole ones
+        self._steps: dict[Kind, tuple[list[Any], list[Any]]] = {}
+        self.in_parts: dict[Kind, bool] = {}
+
+    def wants_parts(self, kind: Kind) -> bool:
+        """Whether the next step of this kind is to be run in parts."""
+        if kind not in self.in_parts:
+            parts, whole = self._steps.setdefault(kind, ([], []))
+            if min(len(parts), len(whole)) <= NUM_STEPS:
+                return len(parts) <= len(whole)
+            self._decide(kind, parts, whole)
+        return self.in_parts[kind]
+
+    @contextmanager
+    def timed(self, kind: Kind, num_tokens: int, in_parts: bool) -> Iterator[None]:
+        """Around a step. One that fails does not count."""
+        begin = self._mark() if kind in self._steps else None
+        yield
+        if begin is not None:
+            self._steps[kind][not in_parts].append((num_tokens, begin, self._mark()))
+
+    def give_up(self, kind: Kind) -> None:
+        """Steps of this kind cannot be run in parts."""
+        self._steps.pop(kind, None)
+        self.in_parts[kind] = False
+
+    def _decide(self, kind: Kind, parts: list[Any], whole: list[Any]) -> None:
+        mine = [statistics.median(_us(begin, end) / tokens for tokens, begin, end in steps[1:]) for steps in (parts, whole)]
+        parts_us, whole_us = self._added_up(mine)
+        self.in_parts[kind] = parts_us < WORTH * whole_us
+        del self._steps[kind]
+        phase, digits = kind
+        log.info("dynaflow: auto: %s steps of %d to %d tokens take %.2f us per token in parts, %.2f as vLLM has them: %s", phase,
+                 2 ** (digits - 1), 2**digits - 1, parts_us, whole_us, "in parts" if self.in_parts[kind] else "left to vLLM")  # fmt: skip
+
+
+def kind_of(phase: str, num_tokens: int) -> Kind:
+    return phase, num_tokens.bit_length()
+
+
+def _on_device() -> Any:
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return (end - begin) * 1e6
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
