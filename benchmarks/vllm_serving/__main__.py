@@ -87,8 +87,8 @@ class Measurement:
             model = self.folder / slug(suite.name)
             model.mkdir()
             (model / "config.json").write_text(json.dumps(suite.model))
-            engine = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 0, "dtype": suite.model["torch_dtype"], **suite.engine}
-            wish = {"model": str(model), "vocabulary": suite.model["vocab_size"], "engine": engine, "is_emulated": suite.is_emulated}
+            options = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 0, "dtype": suite.model["torch_dtype"], **suite.engine}
+            wish = {"model": str(model), "vocabulary": suite.model["vocab_size"], "engine": options, "is_emulated": suite.is_emulated}
             self.engines[suite.name] = {}
             for way in _chosen(suite.ways, self.args.ways):
                 log = logs / f"{slug(suite.name)}-{slug(way)}.log"

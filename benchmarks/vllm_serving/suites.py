@@ -18,7 +18,7 @@ from typing import Any
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 PLAIN, DEFAULT, AUTO = "vllm", "vllm, default runner", "auto"
-NANOFLOW = "dynaflow:NanoFlow"
+NANOFLOW, TWO_BATCH = "dynaflow:NanoFlow", "two_batch"
 GIB = 1 << 30
 
 
@@ -110,7 +110,8 @@ def _gpu(kv_gib: float) -> dict[str, Any]:
 
 
 SUITES = (
-    Suite("llama-3-70b TP8 emulated", LLAMA_70B_TP8, {**BASELINES, **_without_overlap(NANOFLOW), AUTO: _strategy(AUTO)},
+    Suite("llama-3-70b TP8 emulated", LLAMA_70B_TP8,
+          {**BASELINES, **_without_overlap(NANOFLOW), TWO_BATCH: _strategy(TWO_BATCH), AUTO: _strategy(AUTO)},
           {**PREFILL, **MIXED, "batch 256": DECODE["batch 256"]}, _gpu(2), is_emulated=True),
     Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
     Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
