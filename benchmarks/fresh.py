@@ -30,7 +30,7 @@ def command(suite: str, wish: Mapping[str, Any]) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONFAULTHANDLER": "1", **more}
 
 
 def child(suite: str, wish: Mapping[str, Any], caches: Path) -> Result:

@@ -4,7 +4,7 @@
    nothing is recorded, or gradients are needed) the graph is compiled as a whole instead, as torch.compile would.
 2. A call looks up its sizes and tags. Known: the bound plan runs. New sizes: a plan whose looks hold is bound to them. Else the
    strategy runs, and its plan is synchronised, fused, placed and verified before anything is launched.
-3. A bound plan runs as its generated function, as recordings of it, or (other runtimes, profiling, part contexts) step by step.
+3. A bound plan runs as its generated function, as recordings of it, or (other runtimes, profiling) step by step.
 4. Whatever cannot be planned runs as the sequential graph: said once in the log, counted, raised instead when strict.
 """
 
@@ -518,13 +518,13 @@ class CapturedGraph:
         values = {name: args[i] for i, name in self._names}
         runtime, _, order = self.settings.runtime.partition(":")
         is_cuda = self.device.type == "cuda" and runtime not in ("threads", "serial", "fake")
-        is_stepwise = is_profiling() or self.settings.part_context is not None
-        if not is_stepwise and (is_cuda or runtime == "serial" or (runtime != "fake" and not bound.streams)):
+        contexts = self._part_contexts(bound)
+        if not is_profiling() and (is_cuda or runtime == "serial" or (runtime != "fake" and not bound.streams)):
             is_elsewhere = is_cuda and self.device.index not in (None, torch.cuda.current_device())
             with torch.cuda.device(self.device) if is_elsewhere else _NOTHING:
-                return generated.run(bound, values, streams_for(self.device if is_cuda else None, bound))
+                return generated.run(bound, values, streams_for(self.device if is_cuda else None, bound), contexts=contexts)
         tensors = bound.tensors(values, poison=runtime == "fake")
-        run = Run(bound, tensors, self._part_contexts(bound))
+        run = Run(bound, tensors, {part: context for (part, _, _), context in zip(bound.rows, contexts)})
         if is_cuda:
             with torch.cuda.device(self.device):
                 cuda.issue(bound, run, self.device)
@@ -556,16 +556,17 @@ class CapturedGraph:
                 fix="pass a tensor that is no slice of another, or compiler='eager'")  # fmt: skip
         return [a.clone() if i in odd else a for i, a in enumerate(args)]
 
-    def _part_contexts(self, bound: Bound) -> dict[Part, Any]:
+    def _part_contexts(self, bound: Bound) -> list[Any]:
+        """One per part, in the order of `bound.rows`."""
         function = self.settings.part_context
         if function is None:
-            return {}
+            return []
         rows = [Rows(*row) for row in bound.rows]
         managers = list(function(rows)) if rows else []
         if len(managers) != len(rows):
             raise errors.OptionError(
                 f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
-        return {row.part: manager for row, manager in zip(rows, managers)}
+        return managers
 
     def _has_captured_aliases(self, args: Sequence[Any]) -> bool:
         """No input that the graph changes shares its storage with another one, unless it did so at capture."""

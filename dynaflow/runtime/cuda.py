@@ -1,7 +1,6 @@
 """CUDA streams: one host thread issues the launches in host order.
 
-In the steady state that is the plan's generated function (`run`); a profiled call, or one with part contexts, goes through the
-instructions (`issue`).
+In the steady state that is the plan's generated function (`run`); a profiled call goes through the instructions (`issue`).
 
 Values that cross streams live in the arena and in outputs, both allocated on the caller's stream, before the first launch or where
 streams that touch them wait for it; or where their op put them, until their own stream is ordered behind all readers; the caller's

@@ -18,6 +18,8 @@ launches have the same form: `make(...)` takes the numbers of a binding and retu
 Launches in `eager` cannot be part of a recording. Around each, all streams join the caller's; the launch itself goes through
 `between(step)`, which ends one recording, runs the step, and begins the next. What the step allocated comes back through `between`,
 which keeps it at one address.
+
+Where parts have contexts, a launch of one is `with inside[n]: ...`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ import torch
 
 from dynaflow import disk
 from dynaflow.ir import Part
-from dynaflow.runtime.lanes import story, without_autocast_cache
+from dynaflow.runtime.lanes import Inside, story, without_autocast_cache
 from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, Call, Out, relaid, scratch
 
 # names of the generated function that no value may take
 _OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "relaid", "scratch", "empty_strided", "view",
-              "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs")  # fmt: skip
+              "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs",
+              "inside")  # fmt: skip
 
 # functions that are kept by their source, the oldest dropped first
 MAX_SOURCES = 1024
@@ -66,8 +69,8 @@ class Code(NamedTuple):
         return found
 
 
-def generate(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
-    writer = _Writer(bound, eager)
+def generate(bound: Bound, eager: frozenset[int] = frozenset(), has_contexts: bool = False) -> Code:
+    writer = _Writer(bound, eager, has_contexts)
     source = writer.write()
     make = _sources.get(source)
     path = str(disk.directory("plans") / f"{_safe(bound.plan.flow)}-{hashlib.sha256(source.encode()).hexdigest()[:12]}.py")
@@ -91,8 +94,10 @@ def _save(path: str, text: str) -> None:
 
 
 class _Writer:
-    def __init__(self, bound: Bound, eager: frozenset[int]):
+    def __init__(self, bound: Bound, eager: frozenset[int], has_contexts: bool):
         self.bound, self.eager = bound, eager
+        # by the number of its context
+        self._inside = {part: n for n, (part, _, _) in enumerate(bound.rows)} if has_contexts else {}
         self.head: list[str] = []
         self.body: list[str] = []
         self.launch_at: dict[int, int] = {}
@@ -137,7 +142,7 @@ class _Writer:
             f"# {plan.flow}: {bound.num_launches} launches on {len(self._streams)} streams",
             "def make(calls, placed, given, allocated, arena_bytes):",
             *(f"    {line}" for line in self.head),
-            "    def run(inputs, streams, between=None, outputs=None):",
+            f"    def run(inputs, streams, between=None, outputs=None{', inside=()' if self._inside else ''}):",
         ]
         self.launch_at = {line + len(top): number for line, number in self.launch_at.items()}
         return "\n".join([*top, *(f"        {line}" for line in self.body), "    return run", ""])
@@ -221,11 +226,12 @@ class _Writer:
             results = "".join(f"r[{j}], " for _, j, _ in held)
             text = f"between(lambda {defaults}: (lambda r: ({results}))({unit}([{', '.join(f'a{j}' for j in range(len(args)))}])))"
             held = [(n, j, out) for n, (_, j, out) in enumerate(held)]
+        inside = f"with inside[{self._inside[call.part]}]: " if call.part in self._inside else ""
         self.launch_at[len(self.body) + 1] = k
         if not held:
-            self.line(text)
+            self.line(f"{inside}{text}")
             return
-        self.line(f"results = {text}")
+        self.line(f"{inside}results = {text}")
         for n, j, out in held:
             if out.how == COPIED:
                 self.line(f"{self.name(out.view)}.copy_(results[{n}])")
@@ -315,11 +321,12 @@ class _Writer:
 
 def run(
     bound: Bound, inputs: Mapping[str, Any], streams: Any, between: Any = None, eager: frozenset[int] = frozenset(),
-    outputs: Sequence[torch.Tensor] | None = None,
+    outputs: Sequence[torch.Tensor] | None = None, contexts: Sequence[Any] = (),
 ) -> Sequence[torch.Tensor]:  # fmt: skip
     """Issue everything; the outputs in the order of `bound.outputs`: new tensors, or those given. What a launch allocates itself is
-    copied into the one given. An error says which launch raised it, one of a step that is done again too."""
-    code = code_of(bound, eager)
+    copied into the one given. An error says which launch raised it, one of a step that is done again too. `contexts`: one manager per
+    part, in the order of `bound.rows`, entered around each of its launches."""
+    code = code_of(bound, eager, bool(contexts))
 
     def outside(step: Callable[[], Any]) -> Any:
         def told() -> Any:
@@ -333,7 +340,7 @@ def run(
 
     try:
         with without_autocast_cache():
-            results = code.run(inputs, streams, outside, outputs)
+            results = code.run(inputs, streams, outside, outputs, *([[Inside(c) for c in contexts]] if contexts else ()))
         for mine, result in zip(outputs or (), results):
             if mine is not result:
                 mine.copy_(result)
@@ -358,11 +365,11 @@ def _tell(bound: Bound, code: Code, error: BaseException) -> None:
         error.add_note(note)
 
 
-def code_of(bound: Bound, eager: frozenset[int] = frozenset()) -> Code:
+def code_of(bound: Bound, eager: frozenset[int] = frozenset(), has_contexts: bool = False) -> Code:
     codes = bound.__dict__.setdefault("_codes", {})
-    if eager not in codes:
-        codes[eager] = generate(bound, eager)
-    code: Code = codes[eager]
+    if (eager, has_contexts) not in codes:
+        codes[eager, has_contexts] = generate(bound, eager, has_contexts)
+    code: Code = codes[eager, has_contexts]
     return code
 
 

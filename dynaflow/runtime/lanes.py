@@ -84,13 +84,9 @@ class Run:
             with self.context(call):
                 for name in call.mutates:
                     self.written.setdefault(name, []).append(call.label)
-                try:
-                    call(self.tensors)
-                except BaseException as error:
-                    failure = error  # a part context may swallow it; the launch has failed all the same
-                    raise
+                call(self.tensors)
         except BaseException as error:
-            failure = failure or error
+            failure = error
         if failure is not None:
             failure.add_note(story(self.bound, call, self.written))
             self.error = failure
@@ -119,11 +115,7 @@ class Run:
 
     def context(self, call: Call) -> Any:
         manager = self.part_contexts.get(call.part) if call.part is not None else None
-        if manager is None:
-            return nullcontext()
-        # A generator-based manager can be entered once; each launch gets its own.
-        recreate: Callable[[], Any] | None = getattr(manager, "_recreate_cm", None)
-        return recreate() if recreate is not None else manager
+        return nullcontext() if manager is None else Inside(manager)
 
     def close(self) -> None:
         """The end of the call: hand over the timeline, raise the first error."""
@@ -132,6 +124,24 @@ class Run:
             self.profile.add(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
         if self.error is not None:
             raise self.error
+
+
+class Inside:
+    """A part's context, entered around one launch after the other. An error that the manager swallows is raised all the same: the launch
+    has failed."""
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+        # a generator-based manager can be entered once: each launch gets its own
+        self._recreate: Callable[[], Any] | None = getattr(manager, "_recreate_cm", None)
+
+    def __enter__(self) -> None:
+        if self._recreate is not None:
+            self._manager = self._recreate()
+        self._manager.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._manager.__exit__(*error)
 
 
 def streams_of(bound: Bound) -> dict[int, str]:

@@ -247,7 +247,8 @@ def test_an_error_in_a_launch_leaves_the_engine_right():
         assert_same(fast(x, torch.zeros(4, 3)), wanted)
 
 
-def test_part_contexts():
+@pytest.mark.parametrize("runtime", ["threads", "serial", "fake"])  # serial: the generated function
+def test_part_contexts(runtime):
     state = {"rows": None}
 
     @torch.library.custom_op("dynaflow_test::scaled", mutates_args=())
@@ -268,7 +269,8 @@ def test_part_contexts():
     def function(x):
         return torch.ops.dynaflow_test.scaled(x + 1) * 2
 
-    fast = df.compile(function, strategy=df.NanoBatch(3), strict=True, part_context=lambda parts: [rows(p.start, p.stop) for p in parts])
+    fast = df.compile(function, strategy=df.NanoBatch(3), strict=True, runtime=runtime,
+                      part_context=lambda parts: [rows(p.start, p.stop) for p in parts])  # fmt: skip
     for n in (7, 9):
         x = torch.randn(n, 2)
         state["rows"] = (0, n)
@@ -427,7 +429,8 @@ def test_rejects_a_share_of_the_sms_that_it_cannot_give():
         df.compile(Block(), strategy=Share(), strict=True)(torch.randn(4, 5, 8))
 
 
-def test_a_part_context_cannot_swallow_an_error():
+@pytest.mark.parametrize("runtime", ["threads", "serial", "fake"])
+def test_a_part_context_cannot_swallow_an_error(runtime):
     class Replaced(df.Strategy):
         def schedule(self, flow):
             flow.split(2)
@@ -441,7 +444,7 @@ def test_a_part_context_cannot_swallow_an_error():
     raises.register_fake(lambda x: torch.empty_like(x))
     df.register_split_rule(torch.ops.dynaflow_test.raises, df.rowwise)
     fast = df.compile(
-        lambda x: torch.ops.dynaflow_test.raises(x) + 1, strategy=Replaced(), strict=True,
+        lambda x: torch.ops.dynaflow_test.raises(x) + 1, strategy=Replaced(), strict=True, runtime=runtime,
         part_context=lambda parts: [contextlib.suppress(RuntimeError) for _ in parts],
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="boom"):
