@@ -18,7 +18,7 @@ import math
 import time
 import types
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
@@ -50,6 +50,9 @@ _INDUCTOR = {
     "keep_output_stride": True, "size_asserts": True,
 }  # fmt: skip
 
+# facts about sizes that are kept per compiled unit
+MAX_FOUND = 1024
+
 Boxed = Callable[[list[Any]], Sequence[Any]]
 # per device type: is autocast on, and its dtype
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
@@ -74,13 +77,23 @@ class Compiled:
     redirected: Redirected
     # bytes per element that results of extern kernels are taken to have
     itemsize: int
+    # (what, numbers) -> what was found out for them: equal layers ask for the same
+    _found: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, what: str, numbers: tuple[int, ...], find: Callable[[], Any]) -> Any:
+        if (what, numbers) not in self._found:
+            if len(self._found) >= MAX_FOUND:
+                self._found.clear()
+            self._found[what, numbers] = find()
+        return self._found[what, numbers]
 
     def scope(self, numbers: Sequence[int]) -> dict[str, Any]:
         return {"math": math, "max": max, "min": min, "abs": abs, "int": int, "float": float, **dict(zip(self.symbols, numbers))}
 
     def holds(self, numbers: tuple[int, ...]) -> bool:
-        if self.static is not None:
-            return numbers == self.static
+        return bool(numbers == self.static if self.static is not None else self.once("holds", numbers, lambda: self._holds(numbers)))
+
+    def _holds(self, numbers: tuple[int, ...]) -> bool:
         try:
             return all(eval(guard, {}, self.scope(numbers)) for guard in self.guards)  # noqa: S307 (torch's own guards)
         except Exception:  # noqa: BLE001 (a guard that cannot be computed ahead of the call does not hold)

@@ -88,11 +88,16 @@ class Variant:
 
     def strides(self, sizes: Sizes) -> tuple[tuple[int, ...] | None, ...]:
         """Strides of the outputs; None for one that is no tensor, or whose strides depend on data."""
-        scope = self._compiled.scope(_numbers(self._symbols, sizes))
-        try:
-            return tuple(s if s is None else tuple(int(eval(e, {}, scope)) for e in s) for s in self._compiled.strides)  # noqa: S307
-        except NameError:
-            return (None,) * len(self.own)
+        compiled, numbers = self._compiled, _numbers(self._symbols, sizes)
+
+        def find() -> tuple[tuple[int, ...] | None, ...]:
+            scope = compiled.scope(numbers)
+            try:
+                return tuple(s if s is None else tuple(int(eval(e, {}, scope)) for e in s) for s in compiled.strides)  # noqa: S307
+            except NameError:
+                return (None,) * len(self.own)
+
+        return compiled.once("strides", numbers, find)  # type: ignore[no-any-return]
 
     def peak_bytes(self, sizes: Sizes) -> int | None:
         """The most that a call holds at once beside arguments and destinations; None when it depends on data or is not understood."""
@@ -101,10 +106,14 @@ class Variant:
         if wrapper is None:
             return None
         given = {} if compiled.static is not None else dict(zip(wrapper.args, numbers))
-        try:
-            return peak_bytes(wrapper, given, compiled.redirected.replaced, compiled.itemsize)
-        except NameError:
-            return None
+
+        def find() -> int | None:
+            try:
+                return peak_bytes(wrapper, given, compiled.redirected.replaced, compiled.itemsize)
+            except NameError:
+                return None
+
+        return compiled.once("peak", numbers, find)  # type: ignore[no-any-return]
 
 
 class CompiledUnit:

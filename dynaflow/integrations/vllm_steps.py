@@ -123,7 +123,8 @@ class Steps:
         """Without the tokens that pad the step, if any do. vLLM's own ops (`vllm.ir`) are captured as what they come down to: lowering
         them is a pass of its compiler, not of ours."""
         unpadded = replace(context, batch_descriptor=None, is_padding=None, all_moe_layers=None)
-        with override_forward_context(unpadded), ir.enable_torch_wrap(False), df.context(phase=phase, num_decoding=num_decoding):
+        tags = {"phase": phase, "num_decoding": num_decoding, "mostly": "decode" if 2 * num_decoding >= num_tokens else "prefill"}
+        with override_forward_context(unpadded), ir.enable_torch_wrap(False), df.context(**tags):
             result = self.fast(
                 input_ids=None if input_ids is None else input_ids[:num_tokens], positions=positions[..., :num_tokens],
                 intermediate_tensors=None, inputs_embeds=None if inputs_embeds is None else inputs_embeds[:num_tokens],

@@ -111,6 +111,7 @@ class Binder:
         self._sizes = self._compile_sizes()
         # calls that are the same for all sizes
         self.fixed: dict[int, Call] = {}
+        self.forms: dict[Any, Any] = {}
 
     # -- 1. which tensors a launch takes and gives
 
@@ -289,7 +290,8 @@ class Binder:
             allocated = tuple(a for a in allocated if a[0] not in one.kept)
             placed = tuple(p for p in placed if p[0] not in one.kept)
         return Bound(plan, self.program, sizes, batch_size, tuple(rows[1:-1]), rows_of, memory, instructions, plan.streams, self._views,
-                     placed, given, allocated, self._outputs, self._drops, len(plan.launches), self._num_part_launches)  # fmt: skip
+                     placed, given, allocated, self._outputs, self._drops, len(plan.launches), self._num_part_launches,
+                     self.forms)  # fmt: skip
 
 
 class _Binding:

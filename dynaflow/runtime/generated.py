@@ -28,6 +28,7 @@ import hashlib
 import keyword
 import linecache
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
@@ -69,7 +70,25 @@ class Code(NamedTuple):
         return found
 
 
+class _Form(NamedTuple):
+    """What the bindings of a plan share whose launches have the same form."""
+
+    make: Callable[..., Any]
+    source: str
+    path: str
+    launch_at: Mapping[int, int]
+
+
 def generate(bound: Bound, eager: frozenset[int] = frozenset(), has_contexts: bool = False) -> Code:
+    key = (eager, has_contexts, *(call.form for call in bound.calls))
+    form = bound.forms.get(key)
+    if form is None:
+        form = bound.forms[key] = _written(bound, eager, has_contexts)
+    run = form.make(bound.calls, bound.placed, bound.given, bound.allocated, bound.memory.arena_bytes)
+    return Code(run, form.source, form.path, form.launch_at)
+
+
+def _written(bound: Bound, eager: frozenset[int], has_contexts: bool) -> _Form:
     writer = _Writer(bound, eager, has_contexts)
     source = writer.write()
     make = _sources.get(source)
@@ -84,7 +103,7 @@ def generate(bound: Bound, eager: frozenset[int] = frozenset(), has_contexts: bo
         make = _sources[source] = scope["make"]
         while len(_sources) > MAX_SOURCES:
             _sources.pop(next(iter(_sources)))
-    return Code(make(bound.calls, bound.placed, bound.given, bound.allocated, bound.memory.arena_bytes), source, path, writer.launch_at)
+    return _Form(make, source, path, writer.launch_at)
 
 
 def _save(path: str, text: str) -> None:
@@ -297,6 +316,8 @@ class _Writer:
 
     def late_outputs(self, new: Sequence[int]) -> None:
         """The caller's memory, for those streams that touch it."""
+        if not new:
+            return
         for i in new:
             self.switch(0)
             self.output(i)
@@ -398,6 +419,7 @@ def _rows(part: Part) -> str:
     return f"{part.lo}of{part.of}" if part.hi == part.lo + 1 else f"{part.lo}to{part.hi}of{part.of}"
 
 
+@lru_cache(4096)
 def _safe(name: str) -> str:
     text = re.sub(r"\W+", "_", name).strip("_") or "value"
     return f"v_{text}" if text[0].isdigit() else text

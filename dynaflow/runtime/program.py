@@ -148,13 +148,28 @@ class Arg(NamedTuple):
 class Call:
     """One launch, resolved."""
 
-    __slots__ = ("entry", "args", "outs", "label", "where", "part", "mutates", "kind")
+    __slots__ = ("entry", "args", "outs", "label", "where", "part", "mutates", "kind", "_form")
 
     def __init__(self, entry: Entry, args: tuple[Arg, ...], outs: tuple[Out, ...], launch: Launch, mutates: tuple[str, ...], kind: str):
         self.entry, self.args, self.outs, self.mutates, self.kind = entry, args, outs, mutates, kind
         self.label, self.where = launch.label, launch.where
         # None: the launch spans several parts
         self.part = launch.calls[0][1] if len({part for _, part in launch.calls}) == 1 else None
+        self._form: tuple[Any, ...] | None = None
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What generated code for a launch of this plan depends on, numbers (sizes, strides, rows) aside."""
+        if self._form is None:
+            inputs = self.entry.inputs
+            self._form = (
+                None if inputs is None else tuple([x if isinstance(x, int) else None for x in inputs]),
+                tuple([bool(own) for own in self.entry.own]),
+                tuple([(arg.view, arg.stride is None, arg.is_cloned) for arg in self.args]),
+                tuple([(out.view, out.how, out.scratch is None, bool(out.reason), tuple([(r, axis) for r, axis, _, _ in out.inside]))
+                       for out in self.outs]),
+            )  # fmt: skip
+        return self._form
 
     def __call__(self, tensors: list[Any]) -> None:
         args = [self._argument(a, tensors) for a in self.args]
@@ -234,6 +249,8 @@ class Bound:
     drops: tuple[tuple[int, ...], ...]
     num_launches: int
     num_part_launches: int
+    # generated code by the form of its launches, shared by all bindings of the plan
+    forms: dict[Any, Any]
 
     @property
     def rows(self) -> list[tuple[Part, int, int]]:
@@ -273,8 +290,13 @@ class Bound:
         """Of the rows that a view shows."""
         value, part = self.views[view]
         lo, hi = self.rows_of[part]
-        nbytes: int = evaluate(self.program.flow.value[value].nbytes, self.sizes)
-        return nbytes * (hi - lo) // self.batch_size if self.batch_size else 0
+        if value not in self._nbytes:
+            self._nbytes[value] = evaluate(self.program.flow.value[value].nbytes, self.sizes)
+        return self._nbytes[value] * (hi - lo) // self.batch_size if self.batch_size else 0
+
+    @cached_property
+    def _nbytes(self) -> dict[str, int]:
+        return {}
 
     @cached_property
     def _placed_stride(self) -> dict[int, tuple[int, ...]]:
@@ -306,14 +328,19 @@ class Bound:
         sizes = {i: evaluate(flow.value[name].nbytes, self.sizes) for name, i in self.outputs if name in outputs}
         alive = most = 0
         beside: dict[int, int] = {}
+        late: dict[int, int] = {}
+        for i, first in self.late_outputs.items():
+            late[first] = late.get(first, 0) + sizes.get(i, 0)
         returned = sum(nbytes for i, nbytes in sizes.items() if i not in self.late_outputs)
-        launches = ((s, what) for code, s, what in self.instructions if code == LAUNCH)
+        launches = [(s, what) for code, s, what in self.instructions if code == LAUNCH]
         for number, ((s, call), drops) in enumerate(zip(launches, self.drops)):
-            returned += sum(sizes.get(i, 0) for i, first in self.late_outputs.items() if first == number)
-            alive -= sum(self.bytes_of(i) for i in drops if i in self.inside)
-            alive += sum(self.bytes_of(o.view) for o in call.outs if o.how == KEPT and self.views[o.view].value not in outputs)
+            returned += late.get(number, 0)
+            for i in drops:
+                alive -= self.bytes_of(i) if i in self.inside else 0
+            for out in call.outs:
+                alive += self.bytes_of(out.view) if out.how == KEPT and self.views[out.view].value not in outputs else 0
             mine = self._beside(call)
-            most = max(most, returned + alive + mine + sum(largest for other, largest in beside.items() if other != s))
+            most = max(most, returned + alive + mine + sum([largest for other, largest in beside.items() if other != s]))
             beside[s] = max(beside.get(s, 0), mine)
         return int(self.memory.arena_bytes + max(most, returned))
 
@@ -340,8 +367,10 @@ class Bound:
     def _beside(self, call: Call) -> int:
         """What a launch holds at its peak that is gone, or kept as a result, behind it; results that are kept count elsewhere."""
         is_compiled = bool(call.entry.source)
-        copied = sum(self.bytes_of(arg.view) for arg, is_copied in zip(call.args, map(self._why_read_copied, call.args)) if is_copied)
-        mine = kept = 0
+        copied = mine = kept = 0
+        for arg in call.args:
+            if (arg.is_cloned or arg.stride is not None) and self._why_read_copied(arg):
+                copied += self.bytes_of(arg.view)
         for out in call.outs:
             if out.how == COPIED or out.reason:
                 mine += self.bytes_of(out.view) if out.scratch is not None or not is_compiled else 0

@@ -18,7 +18,8 @@ class NanoFlow(Strategy):
     network |                          ar 0   ar 1   ...
 
     Memory ops are those that `memory_ops` names (globs), where the tag phase ("decode", "mixed") says that attention reads a cache, and
-    leaves room for matrix products beside it. They are cut finer than the others, at the same places.
+    leaves room for matrix products beside it. They are cut finer than the others, at the same places. The tag mostly ("prefill",
+    "decode") says what the tokens of a mixed step are for the most part.
     `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
     Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
     """
@@ -38,7 +39,9 @@ class NanoFlow(Strategy):
 
     def schedule(self, flow: Planner) -> None:
         # attention over a prompt is products: beside others it gains nothing
-        memory_ops = self.memory_ops if flow.context.tags.get("phase") in ("decode", "mixed") else ()
+        phase = flow.context.tags.get("phase")
+        phase = flow.context.tags.get("mostly", phase) if phase == "mixed" else phase
+        memory_ops = self.memory_ops if phase in ("decode", "mixed") else ()
 
         def lane(op: Op) -> str:
             return op.kind if op.kind in ("network", "copy") else "memory" if is_named(op.name, memory_ops) else "compute"

@@ -230,9 +230,9 @@ def test_what_a_text_does_not_say_is_not_kept():
 
 def test_precisions_that_were_set_one_by_one_tell_units_apart():
     matmul = torch.backends.cuda.matmul
-    before, units_before = matmul.fp32_precision, units._ambient()
+    before, units_before = matmul.fp32_precision, units.ambient()
     try:
         matmul.fp32_precision = "tf32"
-        assert units._ambient() != units_before
+        assert units.ambient() != units_before
     finally:
         matmul.fp32_precision = before

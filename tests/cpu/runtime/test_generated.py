@@ -141,6 +141,23 @@ def test_sizes_share_one_source():
     assert num_shared > 100
 
 
+def test_the_form_of_launches_is_all_that_the_source_depends_on():
+    """Bindings that share a source by their form would have written the same; units that place, copy or keep differ with the sizes."""
+    num_forms = num_reused = 0
+    for seed in range(8):
+        for case, plan, functions in plans(seed):
+            binder = Binder(plan, replace(placing(case.program, seed, 16), functions=functions))
+            for more in (0, 1, 2, 3, 8, 9) if not functions else (0,):
+                bound = binder.bind(case.resized(s0=case.sizes["s0"] + more).sizes)
+                for has_contexts in (False, True):
+                    num_known = len(binder.forms)
+                    code = generated.code_of(bound, has_contexts=has_contexts)
+                    num_reused += len(binder.forms) == num_known
+                    assert code.source == generated._written(bound, frozenset(), has_contexts).source
+            num_forms += len(binder.forms)
+    assert num_forms > 100 and num_reused > 100
+
+
 def test_straight_line():
     for seed in range(2):
         for case, plan, functions in plans(seed):

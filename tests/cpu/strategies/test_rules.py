@@ -53,6 +53,15 @@ def test_dual_batch_splits_fewer_tokens_where_it_decodes():
     assert make(moe(1), DualBatch(), 64).reason and not make(moe(1), DualBatch(), 64, phase="decode").reason
 
 
+def test_nano_flow_gives_attention_a_lane_where_it_reads_a_cache():
+    cases = {("prefill", None): False, ("decode", None): True, ("mixed", None): True, ("mixed", "prefill"): False,
+             ("mixed", "decode"): True, ("decode", "prefill"): True}  # fmt: skip
+    for (phase, mostly), has_lane in cases.items():
+        made = make(dense(1), NanoFlow(min_tokens=1), 64, phase=phase, **({"mostly": mostly} if mostly else {}))
+        assert not made.reason
+        assert any(launch.stream == "memory" for launch in made.launches) == has_lane, (phase, mostly)
+
+
 def test_nano_flow_cuts_less_before_it_gives_up():
     made = {size: make(dense(1), NanoFlow(min_tokens=30), size, phase="decode") for size in (100, 160)}
     parts = {size: {launch.calls[0][1] for launch in plan.launches} for size, plan in made.items()}
