@@ -64,6 +64,23 @@ def _overlap() -> tuple[str, str, str]:
     return what, f"{found}; least of all rows {s['min_speedup']:.2f}x ([all](docs/overlap.md))", "overlap"
 
 
+def _vllm() -> tuple[str, str, str]:
+    """The engine is real, the other ranks are not, and the all-reduce is called emulated."""
+    rows = [r for r in _load("vllm_serving")["rows"] if r["emulated"] and r["config"]["way"] == "dynaflow:NanoFlow"]
+    found = ", ".join(f"{r['row'].split(', ')[1]} {r['speedup']:.2f}x" for r in rows)
+    what = (f"vLLM {rows[0]['config']['vllm']['vllm']} under NanoFlow against vLLM's own best, one rank of {rows[0]['config']['model']}, "
+            f"{rows[0]['config']['layers']} layers, all-reduce emulated, one H200")  # fmt: skip
+    return what, f"{found} ([all](docs/systems/vllm-measured.md))", "vllm_serving"
+
+
+def _systems() -> tuple[str, str, str]:
+    rows = [r for r in _load("systems")["rows"] if r["speedup"]]
+    failed = {r["row"]: "; reduce-overhead ended in an error" for r in rows if "reduce-overhead not measured" in r["note"]}
+    found = ", ".join(f"{r['row']} {r['speedup']:.2f}x (against {r['against']}{failed.get(r['row'], '')})" for r in rows)
+    return "`df.optimize` in PEFT, Trainer and diffusers, against the fastest baseline that ran, one H200", (
+        f"{found} ([all](docs/systems/measured.md))"), "systems"  # fmt: skip
+
+
 def _loopback() -> tuple[str, str, str]:
     """Two real processes; the link between them is emulated, and called so."""
     rows = [r for r in _load("loopback")["rows"] if r["config"]["strategy"] == "TwoBatch"]
@@ -79,6 +96,8 @@ def table() -> str:
         *_backend(),
         _branches(),
         _overlap(),
+        _vllm(),
+        _systems(),
         _loopback(),
         (
             f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more",

@@ -45,9 +45,9 @@ def command(suite: str, words: Sequence[str]) -> str:
     """How a shard was made: what it was asked to measure, not where it put the figures nor how long it might take."""
     kept, skip = [], False
     for word in words:
-        if not skip and word not in ("--json", "--limit-s", "--timelines"):
+        if not skip and word not in ("--json", "--limit-s", "--timelines", "--logs"):
             kept.append(shlex.quote(word))
-        skip = word in ("--json", "--limit-s", "--timelines")
+        skip = word in ("--json", "--limit-s", "--timelines", "--logs")
     return f"python -m benchmarks.{suite} {' '.join(kept)}"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo import pgo
 
 import dynaflow as df
-from benchmarks import turn
+from benchmarks import store, turn
 from benchmarks.branches.ours import before_trials, choice
 from benchmarks.measure import Times, ratio
 from benchmarks.store import failed, stamped, target
@@ -87,7 +87,7 @@ def measure(row: Row, device: str, tiny: bool, num_rounds: int, names: Sequence[
 
 
 def _say_missing(missing: dict[str, str], name: str, error: Exception) -> None:
-    missing[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    missing[name] = f"{type(error).__name__}: {str(error).strip()[:200]}".replace(f"{store.ROOT}/", "")
     traceback.print_exception(error)
     print(f"    {name}: {NOT_MEASURED}, {missing[name]}", flush=True)
 

@@ -27,9 +27,22 @@ _numbers = itertools.count()
 
 
 def compile_forward(modules: Iterable[Any], name: str) -> None:
-    """torch.compile of the modules' forward, in place."""
+    """torch.compile of the modules' forward, in place. With CUDA Graphs, a call of the last of them (the one that runs first: others take
+    its results) begins a new step: what the last step returned may be overwritten."""
+    modules = list(modules)
     for module in modules:
         module.forward = torch.compile(_own(module.forward), mode="reduce-overhead" if name == REDUCE else None)
+    if name == REDUCE:
+        modules[-1].forward = _beginning(modules[-1].forward)
+
+
+def _beginning(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return forward(*args, **kwargs)
+
+    return call
 
 
 def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
