@@ -377,10 +377,16 @@ class CapturedGraph:
     def _keep(self, key: Any, bound: Bound | Fallback) -> None:
         if len(self._bound) >= MAX_BOUND:
             oldest = next(iter(self._bound))
-            self._bound.pop(oldest)
+            self._forget(self._bound.pop(oldest))
             self._steady.pop(oldest, None)
             self._unmeasured.discard(oldest)
+        if key in self._bound:
+            self._forget(self._bound[key])  # it was measured since, and is not the fastest
         self._bound[key] = bound
+
+    def _forget(self, bound: Bound | Fallback) -> None:
+        if self._recordings is not None and isinstance(bound, Bound):
+            self._recordings.forget(bound)
 
     def _known(self, sizes: tuple[Any, ...], tags: Mapping[str, Any]) -> Bound | Fallback | None:
         """What runs for sizes and tags that were seen before; None where that is to be measured first."""

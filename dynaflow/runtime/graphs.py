@@ -510,7 +510,7 @@ class Recordings:
         with self._pool.lock:
             self._pool.enter(self._device)
             try:
-                recording = self._record(given, body)
+                recording = self._make(given, body)
             except _Unrecordable as error:
                 log.info("%s cannot be recorded in a CUDA Graph: %s", self._name, error)
                 return None
@@ -522,9 +522,17 @@ class Recordings:
 
         return replay
 
+    def forget(self, key: Any) -> None:
+        """What is recorded for a plan that runs no more."""
+        with self._pool.lock:
+            self._kept.pop(key, None)
+
     def _record(self, given: Sequence[Any], body: Body) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
+        return self._make(given, body)
+
+    def _make(self, given: Sequence[Any], body: Body) -> Recording:
         while True:
             recorder = self.make_recorder()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import dynaflow as df
-from dynaflow import contest
+from dynaflow import capture, contest
+from dynaflow.engine import CapturedGraph
 from dynaflow.errors import OptionError
 from dynaflow.runtime import graphs
 
@@ -347,6 +348,53 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
     del replay
     gc.collect()
     assert body.made() is None
+
+
+def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    x = torch.randn(4)
+
+    class Key: ...
+
+    class Body:
+        changed = promised = ()
+
+        def prepare(self):
+            return [torch.zeros(4)]
+
+        def has_steps(self):
+            return False
+
+        def __call__(self, given, between, outputs):
+            outputs[0].copy_(given[0])
+
+    recordings, keys = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool(), borrow=True), [Key(), Key(), Key()]
+    for key in keys[:2]:
+        for _ in range(2):
+            recordings.record(key, [x], dict, Body())
+    recordings.trial([x], Body())()
+    assert all(recordings.replay(key, [x]) is not None for key in keys[:2])
+    for _ in range(2):  # one that is kept does
+        recordings.record(keys[2], [x], dict, Body())
+    assert [recordings.replay(key, [x]) is not None for key in keys] == [False, True, True]
+    recordings.forget(keys[1])
+    assert recordings.replay(keys[1], [x]) is None
+
+
+@pytest.mark.parametrize("us", [(50.0, 100.0), (100.0, 50.0)])
+def test_a_plan_that_was_bound_anew_to_be_measured_leaves_no_recording(times, us):
+    times["us"] = us
+    fast = compiled(net(), runtime="graph")
+    seen = torch.zeros(6, 8)
+    with torch.no_grad():
+        with df.unmeasured():
+            for _ in range(4):
+                fast(torch.randn(6, 8), seen)
+        (graph,) = {o for o in gc.get_objects() if type(o) is CapturedGraph and o.settings is capture.of(fast).settings}
+        assert len(graph._recordings._kept) == 1
+        for _ in range(4):
+            fast(torch.randn(6, 8), seen)
+    assert times["num"] == 1 and len(graph._recordings._kept) == 1
 
 
 def test_padded_sizes_are_measured_as_they_run(times):
