@@ -157,11 +157,12 @@ def wrapped_by(wrap: Wrap) -> Iterator[None]:
 
 
 def _post_compile(self: CompiledFxGraph, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-    """Runs for every graph, compiled or from a cache, and leaves no trace in caches."""
+    """Runs for every graph, compiled or from a cache, and leaves no trace in caches. (`graph_kwargs` has less to say of one that AOT's
+    cache has; what the graph itself was compiled with is kept with it.)"""
     _plain_post_compile(self, example_inputs, constants, graph_kwargs)
-    wrap = _wrap.get()
+    wrap, known = _wrap.get(), self.fx_kwargs
     if wrap is not None:
-        self.current_callable = wrap(self, bool(graph_kwargs["is_backward"]), tuple(graph_kwargs["static_input_idxs"]))
+        self.current_callable = wrap(self, bool(known["is_backward"]), tuple(known["static_input_idxs"] or ()))
 
 
 _plain_post_compile = CompiledFxGraph.post_compile

@@ -86,6 +86,27 @@ def test_outputs_that_are_held_stay_as_they_are():
             assert torch.equal(out, wanted[0]) and torch.equal(y, wanted[1])
 
 
+def test_what_torch_has_in_its_caches_is_planned_too():
+    """As in a second process: nothing is traced anew, and forward, backward and inference run under plans."""
+    counters, results = torch._dynamo.utils.counters["aot_autograd"], []
+    with torch._inductor.utils.fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.manual_seed(1)
+            model, x = Branchy().eval(), image(3)
+            fast = compiled(model, "graph")
+            for _ in range(3):
+                found = step(model, fast, x)
+                with torch.no_grad():
+                    found += fast(x)
+            results.append((dict(counters), df.stats(fast).plans, found))
+    (cold, cold_plans, one), (warm, warm_plans, other) = results
+    assert (cold["autograd_cache_miss"], cold_plans) == (2, 3) == (warm["autograd_cache_hit"], warm_plans)
+    assert "autograd_cache_bypass" not in warm and "autograd_cache_miss" not in warm
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
     """As a saved tensor whose memory the backward reuses: it comes at the addresses of the forward's few recordings, in turns."""
     caches = [torch.zeros(6, 6), torch.zeros(6, 6)]
