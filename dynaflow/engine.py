@@ -27,7 +27,7 @@ from dynaflow.batching import Facts, analyse
 from dynaflow.contest import LATER, contest, is_measuring
 from dynaflow.context import ALL, current_tags
 from dynaflow.inductor.compile import loaded_module
-from dynaflow.inductor.entries import Inductor, compile_captured
+from dynaflow.inductor.entries import Inductor, compile_captured, num_returned
 from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Part, Plan, evaluate
@@ -40,7 +40,7 @@ from dynaflow.recorded import Padding, PlanBody, streams_for, why_between
 from dynaflow.region import Region
 from dynaflow.runtime import cuda, fake, generated, graphs, threads
 from dynaflow.runtime.binder import Binder
-from dynaflow.runtime.lanes import Run, is_profiling
+from dynaflow.runtime.lanes import Run, is_profiling, part_contexts
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.ranks import announce
 from dynaflow.settings import Settings
@@ -147,6 +147,7 @@ class CapturedGraph:
             return plain
         name = f"{self.settings.name}.{'backward' if is_backward else 'kernels'}{len(self.regions) or ''}"
         self.regions.append(Region(name, compiled.source_code, module, plain, self.settings, static, is_backward))
+        self.regions[-1].num_returned = num_returned(compiled, self.regions[-1].digest)
         return self.regions[-1]
 
     def _ensure_analysed(self) -> None:
@@ -563,16 +564,8 @@ class CapturedGraph:
         return [a.clone() if i in odd else a for i, a in enumerate(args)]
 
     def _part_contexts(self, bound: Bound) -> list[Any]:
-        """One per part, in the order of `bound.rows`."""
         function = self.settings.part_context
-        if function is None:
-            return []
-        rows = [Rows(*row) for row in bound.rows]
-        managers = list(function(rows)) if rows else []
-        if len(managers) != len(rows):
-            raise errors.OptionError(
-                f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
-        return managers
+        return [] if function is None else part_contexts(function, [Rows(*row) for row in bound.rows])
 
     def _has_captured_aliases(self, args: Sequence[Any]) -> bool:
         """No input that the graph changes shares its storage with another one, unless it did so at capture."""

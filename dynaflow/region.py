@@ -9,6 +9,11 @@ tell cases apart. Per case:
    remembered on disk, and taken for sizes that are near. Any other strategy gets what it asks for.
 3. Later calls run what was chosen: on CUDA as one recording, on the CPU on lanes.
 
+Where somebody else captures (`in_captures`: a serving system that has CUDA Graphs of its own), nothing is recorded here. The first call
+observes and chooses, and what is measured are recordings, Inductor's own order among them. The plan is issued while a stream is being
+captured, and Inductor's own callable runs otherwise. Numbers that ops read on the host (tensors of one element there) are what a capture
+keeps of them: they tell cases apart, as sizes do.
+
 Whatever is not understood runs as Inductor has it: said once, counted, raised instead when strict.
 """
 
@@ -28,22 +33,24 @@ from dynaflow.context import Context, current_tags
 from dynaflow.inductor.kernels import Kernels, kernels
 from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
-from dynaflow.ir import CALLER, Plan
+from dynaflow.inductor.units import ambient
+from dynaflow.ir import CALLER, Op, Plan
 from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy
 from dynaflow.recorded import touches_host, why_unrecordable
+from dynaflow.runtime import cuda
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
-from dynaflow.trials import Choice, Trials
+from dynaflow.trials import Choice, Room, Trials, in_order
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, are_aligned, device_of, is_capturing, on
 
 log = logging.getLogger("dynaflow")
 
-# cases of one region: sizes beyond these run as Inductor has them
+# cases of one region: sizes beyond these run as Inductor has them (who captures for himself has as many sizes as he likes)
 MAX_CASES = 16
 # sizes that differ by less than this factor run as was found best for the first of them
 NEAR = 2.0
@@ -54,16 +61,23 @@ living: WeakSet[Region] = WeakSet()
 
 class Region:
     def __init__(
-        self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int], is_backward: bool
-    ):
+        self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int], is_backward: bool,
+        in_captures: bool = False,
+    ):  # fmt: skip
+        """`in_captures`: the plan is for those who capture their own CUDA Graphs, see above."""
         self.name, self.text, self.module, self.settings, self.static = name, text, module, settings, tuple(static)
-        self.plain, self.is_backward = plain, is_backward
+        self.plain, self.is_backward, self.in_captures = plain, is_backward, in_captures
         self.digest = hashlib.sha256(text.encode()).hexdigest()
+        # of a forward in training, how many of its results the caller gets: the others are saved for its backward; None: all of them
+        self.num_returned: int | None = None
+        # by their numbers, and what was read
         self.cases: dict[tuple[int, ...], Case] = {}
         # why no case is made; empty while there may be
         self.refusal = ""
         self._said: set[str] = set()
+        # where the numbers are among the arguments, and the tensors whose one element is read on the host
         self._numbers_at: list[int] | None = None
+        self.read_at: list[int] = []
         living.add(self)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -74,13 +88,15 @@ class Region:
             return self.plain(args)
         if self._numbers_at is None:  # the same in every call
             self._numbers_at = [i for i, a in enumerate(args) if type(a) is int]
+            self.read_at = [i for i, a in enumerate(args) if _is_number_on_host(a)] if self.in_captures else []
         numbers = tuple([args[i] for i in self._numbers_at])
-        case = self.cases.get(numbers)
+        read = tuple([int(args[i]) for i in self.read_at]) if self.read_at else ()
+        case = self.cases.get(numbers + read)
         if case is None:
-            if len(self.cases) >= MAX_CASES:
+            if len(self.cases) >= MAX_CASES and not self.in_captures:
                 self.note(f"more than {MAX_CASES} different sizes")
                 return self.plain(args)
-            case = self.cases[numbers] = Case(self, numbers)
+            case = self.cases[numbers + read] = Case(self, numbers, read)
         return case(args)
 
     def forget(self) -> None:
@@ -111,10 +127,10 @@ class Region:
 
 
 class Case:
-    """A region for given numbers."""
+    """A region for given numbers, and for what its ops read on the host."""
 
-    def __init__(self, region: Region, numbers: tuple[int, ...]):
-        self.region, self.numbers = region, numbers
+    def __init__(self, region: Region, numbers: tuple[int, ...], read: tuple[int, ...] = ()):
+        self.region, self.numbers, self.read = region, numbers, read
         self.kernels: Kernels | None = None
         self.choice: Choice | None = None
         # for these very sizes, now or by an earlier process
@@ -127,23 +143,45 @@ class Case:
         if self._way is not None:
             return self._run(args)
         if not are_aligned(args):
+            if self.region.in_captures:
+                self.region.note("an argument is not aligned")
             return self.region.plain(args)
         with self.region.settings.lock:
-            try:
-                if self._seen is None:
-                    return self._observe(args)
-                if self._way is None and not is_capturing(args):
-                    with on(device_of(args)):
-                        self._choose(args)
-            except NotUnderstood as reason:
-                self.region.refuse(str(reason))
-            except Exception as error:
-                # nothing of this call has run yet, and choosing changes nothing of it
-                if self.region.is_strict or self._seen is None:
-                    raise
-                log.exception("dynaflow: no plan could be chosen for %s", self.region.name)
-                self.region.refuse(f"no plan could be chosen: {type(error).__name__}: {error}")
+            if self._seen is None:
+                # who captures runs a size once, and captures it then: the call that is looked at is the one to choose by
+                kept = list(args) if self.region.in_captures else None
+                try:
+                    results = self._observe(args)
+                except NotUnderstood as reason:
+                    self.region.refuse(str(reason))
+                    return self.region.plain(args)
+                if kept is not None and self._may_choose(kept):
+                    self._try_to_choose(kept)
+                return results
+            if self._way is None and self._may_choose(args):
+                self._try_to_choose(args)
         return self._run(args)
+
+    def _may_choose(self, args: Sequence[Any]) -> bool:
+        """Not while a stream is captured: nothing can be measured then."""
+        if not is_capturing(args):
+            return True
+        if self.region.in_captures:
+            self.region.note("it was captured before it was run")
+        return False
+
+    def _try_to_choose(self, args: Sequence[Any]) -> None:
+        """Choosing changes nothing of the call: whatever goes wrong, Inductor's own callable is there."""
+        try:
+            with on(device_of(args)):
+                self._choose(args)
+        except NotUnderstood as reason:
+            self.region.refuse(str(reason))
+        except Exception as error:
+            if self.region.is_strict:
+                raise
+            log.exception("dynaflow: no plan could be chosen for %s", self.region.name)
+            self.region.refuse(f"no plan could be chosen: {type(error).__name__}: {error}")
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
         return (self._way or self.region.plain)(args)
@@ -158,7 +196,7 @@ class Case:
 
     # -- 2. the choice
 
-    def _choose(self, args: list[Any]) -> None:
+    def _choose(self, args: Sequence[Any]) -> None:
         region, settings = self.region, self.region.settings
         assert self._seen is not None
         made = self.kernels = kernels(region.text, region.module.__dict__, args, self._seen, region.name, region.static)
@@ -166,7 +204,7 @@ class Case:
         for op, target in zip(made.flow.ops, made.targets):
             if why := why_unrecordable([target.removeprefix("torch.ops.")]):
                 raise NotUnderstood(f"{op.name}: {why}")
-            if touches_host(made.flow, op, made.program.layouts, device):
+            if touches_host(made.flow, self._but_for_what_is_read(op), made.program.layouts, device):
                 raise NotUnderstood(f"{op.name} touches memory of the host, or of another device")
         if isinstance(settings.strategy, Auto):
             for op in made.flow.ops:
@@ -176,7 +214,7 @@ class Case:
             self.choice = self._remembered(args)
             self.is_measured = self.choice is not None
             if self.choice is None:
-                self.choice = self._of_near_sizes()
+                self.choice = self._of_near_sizes(args)
             if self.choice is None:
                 self.choice = Trials(region, made, args).choose()
                 self.is_measured = True
@@ -189,11 +227,27 @@ class Case:
         if self.choice.plan:
             self.bound = self._bind(Plan.parse(self.choice.plan))
             self._way = Way(region, made, self.bound, device)
+            if region.in_captures and device.type == "cuda":
+                cuda.side_streams(device, self.bound.streams)  # streams are not made while others capture
             settings.count(plans=1, binds=1)
             settings.note_peak(self.bound.peak_bytes)
         else:
             self._way = region.plain
-        log.info("%s: %d kernels run under %s", region.name, len(made.flow.ops), self.choice)
+        log.log(self._level, "%s: %d kernels run under %s", region.name, len(made.flow.ops), self.choice)
+
+    @property
+    def _level(self) -> int:
+        """Who captures has dozens of sizes, most of them near others: those that were measured are told."""
+        return logging.DEBUG if self.region.in_captures and not self.is_measured else logging.INFO
+
+    def _but_for_what_is_read(self, op: Op) -> Op:
+        """An op of others' that reads a number on the host does so as it is issued, in the caller's order: once per capture, with us as
+        without. What it reads tells cases apart."""
+        assert self.kernels is not None
+        if CALLER not in op.uses or not self.region.read_at:
+            return op
+        known = {name for i, name in self.kernels.inputs if i in self.region.read_at}
+        return replace(op, reads=tuple(value for value in op.reads if value not in known))
 
     def _asked(self, args: Sequence[Any]) -> Plan:
         """The strategy's own plan. It sees no batch: kernels are made for all of it."""
@@ -220,11 +274,13 @@ class Case:
             return None
         return choice
 
-    def _of_near_sizes(self) -> Choice | None:
+    def _of_near_sizes(self, args: Sequence[Any]) -> Choice | None:
         """What was measured for other sizes, none of them further away than a factor of NEAR: a cache that grows by one token per call
         is not measured at every length."""
         assert self.kernels is not None
-        measured = [(_distance(self.numbers, case.numbers), case) for case in self.region.cases.values() if case.is_measured]
+        # (other threads come with other sizes meanwhile)
+        cases = [case for case in list(self.region.cases.values()) if case.is_measured and case.read == self.read]
+        measured = [(_distance(self.numbers, case.numbers), case) for case in cases]
         distance, near = min(measured, key=lambda pair: pair[0], default=(NEAR, self))
         if distance >= NEAR or near.choice is None:
             return None
@@ -236,17 +292,25 @@ class Case:
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
+            room = Room(self.kernels, args, self.region.settings.max_memory)
+            if room.held(self._bind(plan)) > room.limit(self._bind(in_order(self.kernels))):
+                return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice = replace(choice, plan=str(plan))
-        log.info("%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
-        return choice
+        log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
+        return replace(choice, measured_at=str(near.numbers))
 
     def _path(self, args: Sequence[Any]) -> Any:
         """Of the choice for this code, these sizes and this machine."""
         region, device = self.region, device_of(args)
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
-        lie = [a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args]
-        key = repr((region.digest, region.name, lie, machine, torch.__version__, region.settings.max_memory, region.settings.runtime))
+        lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
+        settings = region.settings.max_memory, region.settings.runtime, ambient()
+        key = repr((region.digest, region.name, lie, machine, torch.__version__, settings))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _is_number_on_host(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.device.type == "cpu" and arg.numel() == 1 and not arg.is_floating_point()
 
 
 def _distance(numbers: Sequence[int], others: Sequence[int]) -> float:

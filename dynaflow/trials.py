@@ -4,6 +4,9 @@
 2. Inductor's own callable, the kernels in its order, and the best plan of each kind run in turns; then the neighbours of the winner.
 3. The winner runs against Inductor's own once more, and has to win again.
 
+Where the plan is for somebody else's captures (`Region.in_captures`), all ways run as recordings, Inductor's own too: what its launches
+cost the host is nothing there. A chain of kernels, that no plan could make faster, is not tried at all.
+
 Contract: nothing of this shows outside. What a call changes is changed on copies, and the state of random numbers is put back.
 """
 
@@ -22,6 +25,7 @@ from dynaflow.costs import Cost, Costs, bound_us
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.ir import CALLER, Plan
 from dynaflow.measure import (
+    MIN_GAIN,
     NUM_ROWS,
     Before,
     clock_for,
@@ -36,6 +40,7 @@ from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
 from dynaflow.runtime.program import Bound
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
 from dynaflow.verify import verify
@@ -53,7 +58,7 @@ AS_FAST = 1.02
 # what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more
 MAX_MEMORY, SPARE_BYTES = 1.25, 256 * 2**20
 
-INDUCTOR, ONE_STREAM = "Inductor", "one stream"
+INDUCTOR, ONE_STREAM, IN_A_ROW = "Inductor", "one stream", "kernels in a row"
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,13 @@ class Choice:
     # microseconds per call of what was tried; of the bound: simulated
     times_us: Mapping[str, float]
     costs: Mapping[str, Cost]
+    # the sizes at which that was measured, where they are not the case's own
+    measured_at: str = ""
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.times_us.items())
-        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({times or 'as the strategy asks'})"
+        where = f", measured at sizes {self.measured_at}" if self.measured_at else ""
+        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({times or 'as the strategy asks'}{where})"
 
     def dump(self) -> str:
         costs = {name: (cost.us, cost.share) for name, cost in self.costs.items()}
@@ -80,6 +88,39 @@ class Choice:
         return Choice(read["plan"], read["times_us"], {name: Cost(*cost) for name, cost in read["costs"].items()})
 
 
+class Room:
+    """What a plan of these kernels may hold."""
+
+    def __init__(self, kernels: Kernels, args: Sequence[Any], max_memory: float | None):
+        device = device_of(args)
+        # kernels that keep memory for every stream that they run on, and how much
+        self.products = frozenset(op.name for op, target in zip(kernels.flow.ops, kernels.targets) if is_product(target))
+        self.workspace = workspace_bytes(device)
+        self._given_bytes, self._factor = _num_bytes(args), max_memory
+
+    def limit(self, serial: Bound) -> float:
+        """What it is given aside."""
+        held = serial.peak_bytes + self._given_bytes
+        return (max(MAX_MEMORY * held, held + SPARE_BYTES) if self._factor is None else self._factor * held) - self._given_bytes
+
+    def held(self, bound: Bound) -> int:
+        """With the workspaces of its side streams."""
+        streams = {launch.stream for launch in bound.plan.launches if any(op in self.products for op, _ in launch.calls)}
+        return bound.peak_bytes + self.workspace * len(streams - {CALLER})
+
+    def num_rows(self, serial: Bound) -> dict[str, int]:
+        """Products are measured on as many streams as there is room for their workspaces: these stay."""
+        if not self.workspace:
+            return {}
+        room = int(max(0.0, self.limit(serial) - serial.peak_bytes) // self.workspace)
+        return dict.fromkeys(self.products, min(NUM_ROWS, 1 + room))
+
+
+def in_order(kernels: Kernels) -> Plan:
+    """The kernels one after the other, as Inductor has them."""
+    return finish_plan(kernels.flow, sequential_plan(kernels.flow, ""), None, kernels.allocated)
+
+
 class Trials:
     def __init__(self, region: Region, kernels: Kernels, args: Sequence[Any]):
         self._region, self._kernels, self._device = region, kernels, device_of(args)
@@ -87,25 +128,29 @@ class Trials:
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._clock = clock_for(self._device)
-        # kernels that keep memory for every stream that they run on, and how much
-        self._products = frozenset(op.name for op, target in zip(kernels.flow.ops, kernels.targets) if is_product(target))
-        self._workspace = workspace_bytes(self._device)
+        self._room = Room(kernels, args, region.settings.max_memory)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
         self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
         self._rounds: dict[str, list[float]] = {}
+        # of somebody else's captures: the recordings
+        self._pool = Pool() if region.in_captures and self._device.type == "cuda" else None
+        self._replays: dict[str, Callable[[], Any]] = {}
 
     def choose(self) -> Choice:
         with torch.no_grad(), same_random_numbers(self._device):
             flow = self._kernels.flow
-            serial = self._bind(finish_plan(flow, sequential_plan(flow, ""), None, self._kernels.allocated))
+            serial = self._bind(in_order(self._kernels))
             values = {name: self._given[i] for i, name in self._kernels.inputs}
-            costs = measure_costs(serial, values, self._kernels.keys, self._clock, self._num_rows(serial))
+            costs = measure_costs(serial, values, self._kernels.keys, self._clock, self._room.num_rows(serial))
+            bound, in_a_row = bound_us(flow, costs), sum(costs[op.name].us for op in flow.ops)
+            if self._region.in_captures and bound > (1 - MIN_GAIN) * in_a_row:
+                return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs)
             best = self._best(costs, serial)
             if not self._wins_again(best):
                 best = INDUCTOR
         plan = str(self._bounds[best].plan) if best in self._bounds else ""
-        return Choice(plan, {**self._times(), "bound": bound_us(flow, costs)}, costs)
+        return Choice(plan, {**self._times(), "bound": bound}, costs)
 
     def _best(self, costs: Costs, serial: Bound) -> str:
         flow = self._kernels.flow
@@ -123,37 +168,19 @@ class Trials:
         del self._rounds[best]  # it runs beside them once more: what was measured earlier, the machine may have been slower for
         return self._try(near)
 
-    def _limit(self, serial: Bound) -> float:
-        """What a plan may hold, what it is given aside."""
-        given_bytes, factor = _num_bytes(self._given), self._region.settings.max_memory
-        held = serial.peak_bytes + given_bytes
-        return (max(MAX_MEMORY * held, held + SPARE_BYTES) if factor is None else factor * held) - given_bytes
-
-    def _num_rows(self, serial: Bound) -> dict[str, int]:
-        """Products are measured on as many streams as there is room for their workspaces: these stay."""
-        if not self._workspace:
-            return {}
-        room = int(max(0.0, self._limit(serial) - serial.peak_bytes) // self._workspace)
-        return dict.fromkeys(self._products, min(NUM_ROWS, 1 + room))
-
-    def _held(self, bound: Bound) -> int:
-        """With the workspaces of its side streams."""
-        streams = {launch.stream for launch in bound.plan.launches if any(op in self._products for op, _ in launch.calls)}
-        return bound.peak_bytes + self._workspace * len(streams - {CALLER})
-
     def _within_memory(self, candidates: Sequence[Candidate], count: int, serial: Bound) -> dict[str, Bound]:
         """The first `count` that hold no more than they may."""
-        limit = self._limit(serial)
+        limit, held = self._room.limit(serial), self._room.held
         found: dict[str, Bound] = {}
         for candidate in candidates:
             plan = place(self._kernels.flow, candidate.plan, self._kernels.allocated)
             verify(plan, self._kernels.flow)
             bound = self._bind(plan)
-            if self._held(bound) <= limit:
+            if held(bound) <= limit:
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
                 log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%s)", self._region.name, candidate.kind,
-                         self._held(bound) / 2**20, limit / 2**20, self._region.settings.max_memory)  # fmt: skip
+                         held(bound) / 2**20, limit / 2**20, self._region.settings.max_memory)  # fmt: skip
             if len(found) == count:
                 break
         return found
@@ -173,13 +200,29 @@ class Trials:
         return is_faster(*compare([self._trial(name) for name in (best, INDUCTOR)], self._clock))
 
     def _trial(self, name: str) -> Callable[[], None]:
-        way = self._ways[name]
+        call = self._call(name)
 
         def run() -> None:
             self._before.put_back_counters()
-            way(list(self._given))
+            call()
 
         return run
+
+    def _call(self, name: str) -> Callable[[], Any]:
+        way = self._ways[name]
+        if self._pool is None:
+            return lambda: way(list(self._given))
+        if name not in self._replays:
+            recorder = CudaRecorder(self._pool, self._device)
+            with one_at_a_time:
+                try:
+                    recorder.begin()
+                    way(list(self._given))
+                    self._replays[name] = recorder.end()
+                except BaseException:
+                    recorder.abort()
+                    raise
+        return self._replays[name]
 
     def _times(self) -> dict[str, float]:
         return {name: statistics.median(us) for name, us in self._rounds.items()}

@@ -10,7 +10,7 @@ import torch
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.recorded import PlanBody, is_dense, streams_for
-from dynaflow.runtime import fake, generated, graphs, threads
+from dynaflow.runtime import fake, generated, graphs, lent, threads
 from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.program import Bound
 
@@ -43,9 +43,13 @@ class Way:
         self._recordings = graphs.Recordings(region.name, device, settings.pool, settings.borrow) if is_recorded else None
         # of a backward's inputs that Inductor takes to stay where they are, some are saved tensors
         weights = region.static if settings.fixed_weights and not region.is_backward else ()
-        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights)
         names = self._names = [name for name, _ in bound.outputs]
         returns = self._kernels.returns
+        # results that the caller gets, of a forward in training: the others are saved for its backward
+        num_returned = len(returns) if region.num_returned is None else region.num_returned
+        returned = {r[0] for r in returns[:num_returned] if len(r) == 2}
+        saved = [n for n, name in enumerate(names) if name not in returned]
+        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved)
         # where the plan's outputs, each as a whole, are all that is returned: their numbers
         is_plain = all(len(r) == 2 and r[1] is None and r[0] in names for r in returns)
         self._order = [names.index(r[0]) for r in returns] if is_plain else None
@@ -92,24 +96,24 @@ class Way:
 
     def _key(self, args: Sequence[Any]) -> _Key | None:
         """On the path of every call, and a backward has hundreds of inputs: whether each is lent is asked once."""
-        if self._known_at != (version := graphs.lent_version()) or len(self._known) >= MAX_KNOWN:
+        if self._known_at != (version := lent.version()) or len(self._known) >= MAX_KNOWN:
             self._known.clear()
             self._known_at = version
         everywhere = tuple([args[i].data_ptr() for i in self._keyed])
         key = self._known.get(everywhere)
         if key is None:
-            lent = tuple([address for i, address in zip(self._keyed, everywhere) if graphs.is_lent(args[i])])
-            key = self._keys.get(lent)
+            addresses = tuple([address for i, address in zip(self._keyed, everywhere) if lent.is_lent(args[i])])
+            key = self._keys.get(addresses)
             if key is None:
                 if len(self._keys) >= MAX_ADDRESSES:
                     return None
-                key = self._keys[lent] = _Key()
+                key = self._keys[addresses] = _Key()
             self._known[everywhere] = key
         return key
 
     def _slots(self, args: Sequence[Any]) -> dict[int, tuple[int, int] | None]:
         """Inputs that are copied. What is expanded cannot be: its slot would be written several times in one place."""
-        return {i: None for i in self._checked if i in self._moving and not graphs.is_lent(args[i]) and is_dense(args[i])}
+        return {i: None for i in self._checked if i in self._moving and not lent.is_lent(args[i]) and is_dense(args[i])}
 
     def _is_aligned(self, args: Sequence[Any]) -> bool:
         copied = self._slots(args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,8 +130,10 @@ def _errors(results: Mapping[str, Sequence[torch.Tensor]], reference: Sequence[t
         if not expected.isfinite().all() or not expected.std() > 0:
             raise ValueError("the result is not finite, or the same everywhere: these weights say nothing")
     size = torch.stack([r.norm() for r in reference]).norm()
-    return {name: float(torch.stack([(a - b).norm() for a, b in zip(found, reference, strict=True)]).norm() / size)
-            for name, found in results.items()}  # fmt: skip
+    errors = {name: float(torch.stack([(a - b).norm() for a, b in zip(found, reference, strict=True)]).norm() / size)
+              for name, found in results.items()}  # fmt: skip
+    # what is not a number is larger than any: max() would drop it
+    return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
 def _compared(row: Row, times: Mapping[str, Times], errors: Mapping[str, float], tiny: bool, dtype: torch.dtype) -> Result:
@@ -142,7 +145,7 @@ def _compared(row: Row, times: Mapping[str, Times], errors: Mapping[str, float],
     theirs, best = fastest(v.BASELINES), fastest(tuple(v.OPTIONS))
     ours = v.OURS if v.OURS in figures else best
     compared, at_best = (ratio(times[theirs], times[n]) if n and theirs else {} for n in (ours, best))
-    limit = MAX_ERROR * max(TOLERANCE[dtype], *(errors[n] for n in v.BASELINES[1:] if n in errors), 0.0)
+    limit = MAX_ERROR * max(TOLERANCE[dtype], *(e for n in v.BASELINES[1:] if math.isfinite(e := errors.get(n, math.inf))), 0.0)
     worst = max((errors[n] for n in v.OPTIONS if n in errors), default=None)
     wanted = [target("error against float32; limit: 1.5 times the baselines'", worst, limit)]
     if not tiny:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import dynaflow as df
 
@@ -27,20 +28,21 @@ _numbers = itertools.count()
 
 
 def compile_forward(modules: Iterable[Any], name: str) -> None:
-    """torch.compile of the modules' forward, in place. With CUDA Graphs, a call of the last of them (the one that runs first: others take
-    its results) begins a new step: what the last step returned may be overwritten."""
+    """torch.compile of the modules' forward, in place. With CUDA Graphs, a call of the last of them (the one that runs first) begins a new
+    step; what it returns is copied where others take it: their own recordings may overwrite it."""
     modules = list(modules)
     for module in modules:
         module.forward = torch.compile(_own(module.forward), mode="reduce-overhead" if name == REDUCE else None)
     if name == REDUCE:
-        modules[-1].forward = _beginning(modules[-1].forward)
+        modules[-1].forward = _beginning(modules[-1].forward, is_copied=len(modules) > 1)
 
 
-def _beginning(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _beginning(forward: Callable[..., Any], is_copied: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return forward(*args, **kwargs)
+        result = forward(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result) if is_copied else result
 
     return call
 

@@ -4,8 +4,9 @@
     python -m benchmarks.vllm_serving --merge FILE ... | --plot | --list
     python -m benchmarks.vllm_serving --tiny --json out/vllm_serving.json       small, on the CPU (`build/systems/vllm/bin/python`)
 
-1. Every way of every suite is an engine in a process of its own, all started at once, from the same config.json with the same random
-   weights, with vLLM's own compilation and CUDA Graphs as they come. Nothing is timed until all of them are ready.
+1. Every way of every suite is an engine in a process of its own, from the same config.json with the same random weights, with vLLM's
+   own compilation and CUDA Graphs as they come. All are started at once, behind those that measure as they start ("branches"), each
+   of which is alone. Nothing is timed until all of them are ready.
 2. Of each load, the beginning is served by all at once: models are captured, parts are compiled. Then each serves the load once alone;
    what takes turns to decide ("auto") decides here.
 3. Rounds: the ways serve the same load one after another, the first one moves on by one each round. Short loads are served several times
@@ -34,14 +35,14 @@ from typing import Any
 from benchmarks import store, turn
 from benchmarks.runner import slug
 from benchmarks.store import Result
-from benchmarks.vllm_serving import report
+from benchmarks.vllm_serving import adapters, report
 from benchmarks.vllm_serving.engine import Engine, EngineEnded, serve
 from benchmarks.vllm_serving.suites import SUITES, TINY_SUITES, Load, Suite
 
 # what a way should serve per round at least
 ROUND_MS = 400.0
 MAX_TIMES = 12
-MIN_ROUNDS = 3
+MIN_ROUNDS = 6
 # for an engine to serve a load, parts' compilations included
 MAX_WAIT_S = 150.0
 
@@ -83,21 +84,30 @@ class Measurement:
         """1."""
         logs = self.args.logs or self.folder
         logs.mkdir(parents=True, exist_ok=True)
-        for suite in suites:
-            model = self.folder / slug(suite.name)
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps(suite.model))
-            options = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 0, "dtype": suite.model["torch_dtype"], **suite.engine}
-            wish = {"model": str(model), "vocabulary": suite.model["vocab_size"], "engine": options, "is_emulated": suite.is_emulated}
-            self.engines[suite.name] = {}
-            for way in _chosen(suite.ways, self.args.ways):
+        wishes = {suite.name: self.wish(suite) for suite in suites}
+        self.engines = {suite.name: {} for suite in suites}
+        chosen = [(suite, way) for suite in suites for way in _chosen(suite.ways, self.args.ways)]
+        number = 0
+        # what measures as it starts is alone on the device
+        for group in (*([pair] for pair in chosen if pair[0].measures(pair[1])), [p for p in chosen if not p[0].measures(p[1])]):
+            ends = time.perf_counter() + self.args.start_s
+            for suite, way in group:
                 log = logs / f"{slug(suite.name)}-{slug(way)}.log"
-                number = sum(map(len, self.engines.values()))
-                self.engines[suite.name][way] = Engine(way, wish, suite.ways[way], log, number)
-        for suite in suites:
-            for way, engine in list(self.engines[suite.name].items()):
-                if self.answer(suite, way, engine, self.began + self.args.start_s - time.perf_counter()) is not None:
+                self.engines[suite.name][way] = Engine(way, wishes[suite.name], suite.ways[way], log, number)
+                number += 1
+            for suite, way in group:
+                if self.answer(suite, way, self.engines[suite.name][way], ends - time.perf_counter()) is not None:
                     self.say(f"{suite.name}, {way}: ready")
+
+    def wish(self, suite: Suite) -> Result:
+        """What an engine of this suite is told."""
+        model = self.folder / slug(suite.name)
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(suite.model))
+        options = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 0, "dtype": suite.model["torch_dtype"], **suite.engine}
+        paths = adapters.make(model, suite.model, suite.adapters, options["max_lora_rank"]) if suite.adapters else []
+        return {"model": str(model), "vocabulary": suite.model["vocab_size"], "engine": options, "is_emulated": suite.is_emulated,
+                "adapters": paths}  # fmt: skip
 
     def answer(self, suite: Suite, way: str, engine: Engine, limit_s: float = MAX_WAIT_S) -> Any:
         """None where the engine is lost; the others go on."""

@@ -34,16 +34,21 @@ def arrivals(load: Load, vocabulary: int) -> list[tuple[int, list[int], int]]:
 # ---------------------------------------------------------------------------- the child
 
 
-def served(llm: Any, requests: Sequence[Any]) -> Iterator[Any]:
-    """Requests (step of the engine, prompt, tokens to make) as they end. They are added step by step, so that it repeats exactly."""
+def served(llm: Any, requests: Sequence[Any], adapters: Sequence[str] = ()) -> Iterator[Any]:
+    """Requests (step of the engine, prompt, tokens to make) as they end. They are added step by step, so that it repeats exactly. Where
+    there are LoRA adapters, requests take them in turns."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = [LoRARequest(f"adapter{i}", i + 1, path) for i, path in enumerate(adapters)]
 
     waiting, step = list(enumerate(requests)), 0
     while waiting or llm.llm_engine.has_unfinished_requests():
         while waiting and waiting[0][1][0] <= step:
             number, (_, prompt, max_tokens) = waiting.pop(0)
             sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+            adapter = lora[number % len(lora)] if lora else None
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling, lora_request=adapter)
         step += 1
         yield from (output for output in llm.llm_engine.step() if output.finished)
 
@@ -82,11 +87,12 @@ def serve(wish: Result) -> None:
         for _ in range(asked["times"]):
             llm.reset_prefix_cache()
             began = time.perf_counter()
-            tokens = {output.request_id: list(output.outputs[0].token_ids) for output in served(llm, requests)}
+            tokens = {output.request_id: list(output.outputs[0].token_ids) for output in served(llm, requests, wish["adapters"])}
             times.append((time.perf_counter() - began) * 1e3)
         now = stats()
         answer({"ms": times, "tokens": tokens, "steps": now.steps - before.steps, "split_steps": now.split_steps - before.split_steps,
-                "fallbacks": dict(now.fallbacks - before.fallbacks), "refusal": now.refusal})  # fmt: skip
+                "fallbacks": dict(now.fallbacks - before.fallbacks), "refusal": now.refusal, "regions": now.regions,
+                "planned_regions": now.planned_regions})  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- the parent

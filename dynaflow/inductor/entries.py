@@ -11,9 +11,11 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph
 
+from dynaflow import disk
 from dynaflow.inductor.structure import NotCompiled, Spec
 from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
 from dynaflow.ir import Flow, is_state
@@ -163,6 +165,21 @@ def _post_compile(self: CompiledFxGraph, example_inputs: Any, constants: Any, gr
     wrap, known = _wrap.get(), self.fx_kwargs
     if wrap is not None:
         self.current_callable = wrap(self, bool(known["is_backward"]), tuple(known["static_input_idxs"] or ()))
+
+
+def num_returned(graph: CompiledFxGraph, digest: str) -> int | None:
+    """How many of a forward's results the caller gets: the others are saved for its backward. None where there is no backward, and where
+    that is not known. To be asked while it is compiled: then AOT knows, and it is written down under the `digest` of the code, for
+    AOT's cache does not."""
+    if graph.fx_kwargs["is_backward"] or graph.fx_kwargs["is_inference"]:
+        return None
+    path, context = disk.directory("returned") / digest[:32], TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        text = disk.load(path) or ""
+        return int(text) if text.isdigit() else None
+    found: int = context.fw_metadata.num_forward
+    disk.save(path, str(found))
+    return found
 
 
 _plain_post_compile = CompiledFxGraph.post_compile

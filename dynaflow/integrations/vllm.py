@@ -4,7 +4,8 @@
     LLM(..., additional_config={"dynaflow": {"strategy": "two_batch", "min_tokens": 512}})
 
 vLLM calls `register` in every process. Where DynaFlow is asked for, and nothing in the configuration is against it, a `Steps` stands
-between the model runner and its model (`vllm_steps.py`). Under "auto" it decides from what steps take (`vllm_trials.py`).
+between the model runner and its model (`vllm_steps.py`). Under "auto" it decides from what steps take (`vllm_trials.py`). "branches" is
+about kernels, not about steps: they run as vLLM has them, on any runner, with plans of kernels in vLLM's CUDA Graphs (`vllm_branches.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import dynaflow as df
 from dynaflow.errors import OptionError
+from dynaflow.integrations import vllm_branches
 from dynaflow.integrations.vllm_steps import TOTAL, Stats, Steps
 from dynaflow.integrations.vllm_trials import Trials
 from dynaflow.settings import read_strategy
@@ -54,6 +56,7 @@ def register() -> None:
     for cls, put in ((GPUModelRunner, _install), (RunnerV2, _refuse_v2)):
         if cls.initialize_kv_cache.__code__.co_filename != __file__:
             cls.initialize_kv_cache = _followed_by(cls.initialize_kv_cache, put)
+    vllm_branches.watch(_wants_branches, (GPUModelRunner, RunnerV2), TOTAL)
 
 
 def _followed_by(initialize: Callable[..., Any], put: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
@@ -63,7 +66,7 @@ def _followed_by(initialize: Callable[..., Any], put: Callable[[Any, dict[str, A
     def initialize_kv_cache(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = initialize(runner, *args, **kwargs)
         if (options := asked_for(runner.vllm_config)) is not None:
-            put(runner, options)
+            (_note_branches if options["is_branches"] else put)(runner, options)
         return result
 
     return initialize_kv_cache
@@ -78,15 +81,28 @@ def asked_for(config: Any) -> dict[str, Any] | None:
     options = {**DEFAULTS, **given, **({"strategy": extra} if isinstance(extra, str) else extra or {})}
     if unknown := sorted(set(options) - set(DEFAULTS)):
         raise OptionError(f"additional_config['dynaflow'] has {unknown[0]!r}.", fix=f"use {', '.join(DEFAULTS)}")
-    is_auto = options["strategy"] == "auto"
+    is_auto, is_branches = (options["strategy"] == name for name in ("auto", "branches"))
     strategy = df.NanoFlow() if is_auto else read_strategy(options["strategy"])
-    return {**options, "strategy": strategy, "is_auto": is_auto, "min_tokens": int(options["min_tokens"])}
+    return {**options, "strategy": strategy, "is_auto": is_auto, "is_branches": is_branches, "min_tokens": int(options["min_tokens"])}
+
+
+def _wants_branches(config: Any) -> bool:
+    options = asked_for(config)
+    return options is not None and options["is_branches"]
+
+
+def _note_branches(runner: Any, options: dict[str, Any]) -> None:
+    """The model is compiled, its graphs are not captured."""
+    TOTAL.refusal = vllm_branches.refusal(runner.vllm_config)
+    _log_as_vllm_does()
+    if TOTAL.refusal:
+        log.warning("dynaflow leaves this model to vLLM: %s", TOTAL.refusal)
 
 
 def _install(runner: Any, options: dict[str, Any]) -> None:
     for name in ("_model_forward", "_build_attention_metadata"):
         vars(runner).pop(name, None)  # the KV cache is initialised anew
-    is_auto = options.pop("is_auto")
+    is_auto, _ = options.pop("is_auto"), options.pop("is_branches")
     TOTAL.refusal = refusal(runner) or (_nothing_to_hide(runner) if is_auto else "")
     if TOTAL.refusal:
         log.warning("dynaflow leaves this model to vLLM: %s", TOTAL.refusal)

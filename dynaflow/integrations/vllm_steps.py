@@ -4,8 +4,8 @@
 2. Each part has a forward context of its own, with the attention metadata that vLLM's builders make for its requests.
 3. Attention of one layer runs part after part (`kv:<layer>`), so a request may be cut inside: its later tokens read what its earlier
    ones wrote. No cut lies between a reader of the prefix cache and a writer that comes behind it in the batch.
-4. All other steps run as vLLM has them. Reasons are counted; one that holds for good is logged. Until a step is split, it costs two
-   comparisons; nothing of its metadata is looked at.
+4. All other steps run as vLLM has them. Reasons are counted; one that holds for good is logged. A step that is too small, or that a CUDA
+   Graph of vLLM's serves, costs two comparisons; nothing of its metadata is looked at.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     # why the model is left to vLLM for good
     refusal: str = ""
+    # under "branches": pieces that vLLM compiled, and those of them that run under a plan in its CUDA Graphs; fallbacks are of these
+    regions: int = 0
+    planned_regions: int = 0
 
 
 TOTAL = Stats()
@@ -86,18 +89,18 @@ class Steps:
         TOTAL.steps += 1
         kind = None
         if not reason:
-            phase, num_decoding = self._begin()
+            tags = self._begin(num_tokens)
             if self.trials is not None:
-                kind = kind_of(phase, num_tokens)
-                reason = "" if self.trials.wants_parts(kind) else "auto: no faster in parts"
+                kind = kind_of(tags["phase"], num_tokens, tags["mostly"])
+                reason = "" if self.trials.wants_parts(kind) else "auto: no faster in parts, or its turn as a whole"
         if not reason:
             try:
                 with self._timed(kind, num_tokens, True):
-                    return self._split(num_tokens, context, phase, num_decoding, input_ids, positions, inputs_embeds)
+                    return self._split(num_tokens, context, tags, input_ids, positions, inputs_embeds)
             except FellBack as error:
                 reason = str(error).splitlines()[0]
                 if self.trials is not None and kind is not None:
-                    self.trials.give_up(kind)
+                    self.trials.refused(kind)
             except RankMissing:
                 raise
             except (DynaFlowError, TorchDynamoException) as error:
@@ -107,23 +110,24 @@ class Steps:
         with self._timed(kind, num_tokens, False):
             return self._forward(input_ids, positions, intermediate_tensors, inputs_embeds, **others)
 
-    def _begin(self) -> tuple[str, int]:
-        """Reads the step that is to be split: its phase, and the requests that make one token."""
+    def _begin(self, num_tokens: int) -> dict[str, Any]:
+        """Reads the step that is to be split. As tags: its phase, the requests that make one token, and what most of its tokens are."""
         args, kwargs = self._given
         self._call = self._signature.bind(*args, **kwargs).arguments
         self._starts = self.runner.query_start_loc.np[: self._call["num_reqs"] + 1].astype(np.int64)
         num_decoding = int((np.diff(self._starts) == 1).sum())
-        return "prefill" if not num_decoding else "decode" if num_decoding == len(self._starts) - 1 else "mixed", num_decoding
+        phase = "prefill" if not num_decoding else "decode" if num_decoding == len(self._starts) - 1 else "mixed"
+        return {"phase": phase, "num_decoding": num_decoding, "mostly": "decode" if 2 * num_decoding >= num_tokens else "prefill"}
 
     def _timed(self, kind: Any, num_tokens: int, in_parts: bool) -> AbstractContextManager[None]:
         return nullcontext() if self.trials is None or kind is None else self.trials.timed(kind, num_tokens, in_parts)
 
-    def _split(self, num_tokens: int, context: ForwardContext, phase: str, num_decoding: int, input_ids: Any, positions: Any,
-               inputs_embeds: Any) -> Any:  # fmt: skip
+    def _split(
+        self, num_tokens: int, context: ForwardContext, tags: dict[str, Any], input_ids: Any, positions: Any, inputs_embeds: Any
+    ) -> Any:
         """Without the tokens that pad the step, if any do. vLLM's own ops (`vllm.ir`) are captured as what they come down to: lowering
         them is a pass of its compiler, not of ours."""
         unpadded = replace(context, batch_descriptor=None, is_padding=None, all_moe_layers=None)
-        tags = {"phase": phase, "num_decoding": num_decoding, "mostly": "decode" if 2 * num_decoding >= num_tokens else "prefill"}
         with override_forward_context(unpadded), ir.enable_torch_wrap(False), df.context(**tags):
             result = self.fast(
                 input_ids=None if input_ids is None else input_ids[:num_tokens], positions=positions[..., :num_tokens],

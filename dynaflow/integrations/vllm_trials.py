@@ -1,9 +1,11 @@
 """Steps in parts, or as vLLM has them: whichever is faster, from steps that have to be run anyway.
 
-1. Steps are of kinds: the phase, and the tokens up to a factor of two. Of a kind, the first few take turns: in parts, as a whole, in
-   parts ... Nothing is run twice, nothing is run for its time alone.
+1. Steps are of kinds: the phase (of a mixed one, what most of its tokens are), and the tokens up to a factor of two. Of a kind, the first
+   few take turns: in parts, as a whole, in parts ... Nothing is run twice, nothing is run for its time alone.
 2. A step's time is that between two marks on the device's stream, per token. The first one each way does not count: it compiles.
-3. When both ways have their steps, all ranks add up their medians, and so come to the same verdict. It stands for good.
+3. Each step in parts is compared with the whole one that comes behind it: what changes from step to step changes for both. When there are
+   enough such pairs, all ranks add up their medians, and so come to the same verdict. It stands for good.
+4. A step that cannot be run in parts (too few tokens, no place to cut) is run as a whole. Where that is all there is, the kind is given up.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +22,8 @@ import torch
 
 log = logging.getLogger("vllm.dynaflow")
 
-# steps that count, each way
-NUM_STEPS = 4
+# pairs of steps that count
+NUM_STEPS = 7
 # what parts must take at most, of what the whole takes
 WORTH = 0.98
 
@@ -34,6 +37,8 @@ class Trials:
         self._added_up, self._mark = added_up, mark or _on_device
         # per kind that is undecided: (tokens, begin, end) of steps in parts, and of whole ones
         self._steps: dict[Kind, tuple[list[Any], list[Any]]] = {}
+        # per kind: steps that could not be run in parts
+        self._refused: Counter[Kind] = Counter()
         self.in_parts: dict[Kind, bool] = {}
 
     def wants_parts(self, kind: Kind) -> bool:
@@ -53,23 +58,27 @@ class Trials:
         if begin is not None:
             self._steps[kind][not in_parts].append((num_tokens, begin, self._mark()))
 
-    def give_up(self, kind: Kind) -> None:
-        """Steps of this kind cannot be run in parts."""
-        self._steps.pop(kind, None)
-        self.in_parts[kind] = False
+    def refused(self, kind: Kind) -> None:
+        """A step of this kind could not be run in parts. Others may: a verdict stands, and turns go on."""
+        self._refused[kind] += 1
+        if kind in self._steps and not self._steps[kind][0] and self._refused[kind] > NUM_STEPS:
+            del self._steps[kind]
+            self.in_parts[kind] = False
 
     def _decide(self, kind: Kind, parts: list[Any], whole: list[Any]) -> None:
-        mine = [statistics.median(_us(begin, end) / tokens for tokens, begin, end in steps[1:]) for steps in (parts, whole)]
-        parts_us, whole_us = self._added_up(mine)
-        self.in_parts[kind] = parts_us < WORTH * whole_us
+        us = [[_us(begin, end) / tokens for tokens, begin, end in steps[1:]] for steps in (parts, whole)]
+        share = statistics.median(a / b for a, b in zip(*us))
+        parts_us, whole_us, shares, num_ranks = self._added_up([*map(statistics.median, us), share, 1.0])
+        self.in_parts[kind] = shares < WORTH * num_ranks
         del self._steps[kind]
         phase, digits = kind
+        verdict = "in parts" if self.in_parts[kind] else "left to vLLM"
         log.info("dynaflow: auto: %s steps of %d to %d tokens take %.2f us per token in parts, %.2f as vLLM has them: %s", phase,
-                 2 ** (digits - 1), 2**digits - 1, parts_us, whole_us, "in parts" if self.in_parts[kind] else "left to vLLM")  # fmt: skip
+                 2 ** (digits - 1), 2**digits - 1, parts_us / num_ranks, whole_us / num_ranks, verdict)  # fmt: skip
 
 
-def kind_of(phase: str, num_tokens: int) -> Kind:
-    return phase, num_tokens.bit_length()
+def kind_of(phase: str, num_tokens: int, mostly: str = "") -> Kind:
+    return f"{phase}, mostly {mostly}," if phase == "mixed" and mostly else phase, num_tokens.bit_length()
 
 
 def _on_device() -> Any:

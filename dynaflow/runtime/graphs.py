@@ -15,17 +15,18 @@ is a parameter: on the CPU nothing is recorded, and a replay issues the work aga
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import sys
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import suppress
-from typing import Any, Callable, Iterable, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+
+from dynaflow.runtime.lent import Lent, by_address, let_go
 
 log = logging.getLogger("dynaflow")
 
@@ -54,6 +55,8 @@ class Body(Protocol):
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
     changed: Sequence[int]
     promised: Sequence[int]
+    # outputs that nobody but a backward gets
+    saved: Sequence[int]
 
     def has_steps(self) -> bool: ...
 
@@ -185,7 +188,8 @@ class Recording:
         # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
         outputs = self.outputs = body.prepare()
         if recorder is None:
-            known = [_by_address(a) for a in given]
+            # of promised weights the tensors themselves: should somebody break the promise, what is read is stale, not gone
+            known = [a if i in body.promised else by_address(a) for i, a in enumerate(given)]
             body(known, self._run_step, outputs)
             self._pieces.append(lambda: body(known, Recording._run_step, outputs))
         else:
@@ -197,14 +201,7 @@ class Recording:
                 recorder.abort()
                 raise
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
-        # storages of the outputs (address, device, bytes), and per output which it lies in, and how
-        memory = [(m.data_ptr(), m.device, m.nbytes()) for m in (output.untyped_storage() for output in outputs)]
-        self._memory = list(dict.fromkeys(memory))
-        self._lies = [(self._memory.index(m), _lie(output)) for m, output in zip(memory, outputs)]
-        self._addresses = {address for address, _, _ in self._memory}
-        _homes.add(self._addresses)
-        # weak references to the storages that were handed out last
-        self.lent: list[int] = []
+        self.lent = Lent(outputs, body.saved)
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -234,109 +231,9 @@ class Recording:
     def _run_step(step: Step) -> Sequence[torch.Tensor]:
         return step()
 
-    def is_free(self) -> bool:
-        """Whether nobody refers to the outputs that were handed out last."""
-        return _are_gone(self.lent)
-
-    def lend(self) -> list[torch.Tensor]:
-        """The outputs as tensors with storages of their own over the same memory: when these are gone, nobody has the outputs.
-
-        (Our own storages are referred to by others than the caller, such as steps between recordings: their count would not tell.)
-        """
-        storages = [_storage_at(address, device, nbytes) for address, device, nbytes in self._memory]
-        self.lent += [storage._weak_ref() for storage in storages]
-        return [_tensor_over(storages[i], lie) for i, lie in self._lies]
-
     def __del__(self) -> None:
-        """The memory of outputs that somebody has outlives the recording."""
-        _homes.remove(getattr(self, "_addresses", ()))
-        if getattr(self, "lent", None) and not self.is_free():
-            _outlived[next(_numbers)] = (self.outputs, self.lent)
-
-
-# a storage over memory that is somebody else's
-_storage_at: Any = torch._C._construct_storage_from_data_pointer
-# a tensor from how it lies in a storage, in one step, where this build has it
-_construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
-
-
-def _lie(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"size": tensor.shape, "stride": tensor.stride(), "storage_offset": tensor.storage_offset(), "dtype": tensor.dtype,
-            "device": tensor.device}  # fmt: skip
-
-
-def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
-    if _construct is not None and lie["device"].type == "cuda":
-        return _construct(lie, storage)  # type: ignore[no-any-return]
-    empty = torch.empty(0, dtype=lie["dtype"], device=lie["device"])
-    return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
-
-
-def _by_address(arg: Any) -> Any:
-    """What a CUDA Graph keeps of a tensor: where it lies. It holds nobody's saved tensors."""
-    if type(arg) not in (torch.Tensor, torch.nn.Parameter) or not arg.numel() or arg.is_conj() or arg.is_neg():
-        return arg
-    memory = arg.untyped_storage()
-    return _tensor_over(_storage_at(memory.data_ptr(), memory.device, memory.nbytes()), _lie(arg))
-
-
-class _Homes:
-    """Addresses of the outputs of recordings."""
-
-    def __init__(self) -> None:
-        self._count: Counter[int] = Counter()
-        self.version = 0
-
-    def add(self, addresses: Iterable[int]) -> None:
-        self._count.update(addresses)
-        self.version += 1
-
-    def remove(self, addresses: Iterable[int]) -> None:
-        self.version += 1
-        for address in addresses:
-            self._count[address] -= 1
-            if not self._count[address]:
-                del self._count[address]
-
-    def __contains__(self, address: int) -> bool:
-        return address in self._count
-
-
-_homes = _Homes()
-
-
-def is_lent(tensor: torch.Tensor) -> bool:
-    """Whether it lies in the outputs of a recording: the next call's may well lie there, too."""
-    return tensor.untyped_storage().data_ptr() in _homes
-
-
-def lent_version() -> int:
-    """Changes whenever what is lent may have changed for an address."""
-    return _homes.version
-
-
-# Outputs that are still referred to, of recordings that are gone, and weak references to what was handed out. Entries come while
-# others are looked through (a recording may die at any time): none but those found to be gone is ever taken out.
-_outlived: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
-_numbers = itertools.count()
-
-
-def _let_go() -> None:
-    """Called under a pool's lock, and by one thread at a time."""
-    with _letting_go:
-        for number, (_, lent) in list(_outlived.items()):
-            if _are_gone(lent):
-                _outlived.pop(number, None)
-
-
-_letting_go = threading.Lock()
-
-
-def _are_gone(lent: list[int]) -> bool:
-    storage: Any = torch.UntypedStorage
-    while lent and storage._expired(lent[-1]):
-        storage._free_weak_ref(lent.pop())
-    return not lent
+        if hasattr(self, "lent"):
+            self.lent.leave()
 
 
 def same_addresses(args: list[Any], table: list[Any], indices: list[int]) -> bool:
@@ -408,7 +305,7 @@ class Bucket:
         """The outputs: the recording's own, lent, or copies."""
         self.slots.fill(args)
         for number, recording in enumerate(self.recordings):
-            if borrow or number == MAX_ROTATION or recording.is_free():
+            if borrow or number == MAX_ROTATION or recording.lent.is_gone():
                 recording.replay()
                 self.num_replays += 1
                 break
@@ -417,7 +314,7 @@ class Bucket:
             self.recordings.append(recording)
         if borrow:
             return [o.detach() for o in recording.outputs]
-        return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lend()
+        return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lent.lend()
 
 
 class Recordings:
@@ -447,7 +344,7 @@ class Recordings:
             return None
         with pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
-                if borrow or not recording.lent or _are_gone(recording.lent):
+                if borrow or recording.lent.is_gone():
                     break
             else:
                 return self._run(key, bucket, args)
@@ -455,8 +352,7 @@ class Recordings:
                 pool.enter(self._device)
             if len(self._kept) > 1:
                 self._kept.move_to_end(key)
-            if _outlived:
-                _let_go()
+            let_go()
             for slot, i, rows in slots.each:
                 if rows is None:
                     slot.copy_(args[i], True)
@@ -464,7 +360,7 @@ class Recordings:
                     slots.fill_rows(slot, args[i], rows)
             recording.replay()
             bucket.num_replays += 1
-            return [o.detach() for o in recording.outputs] if borrow else recording.lend()
+            return [o.detach() for o in recording.outputs] if borrow else recording.lent.lend()
 
     def record(
         self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
@@ -495,8 +391,7 @@ class Recordings:
             self._pool.enter(self._device)
             if len(self._kept) > 1 and key in self._kept:
                 self._kept.move_to_end(key)
-            if _outlived:
-                _let_go()
+            let_go()
             try:
                 return bucket.run(args, self._record, self._borrow)
             except _Unrecordable as error:

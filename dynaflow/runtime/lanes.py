@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from dynaflow.errors import OptionError
 from dynaflow.ir import Part
 from dynaflow.runtime.program import LAUNCH, Bound, Call
 from dynaflow.timeline import Span, Timeline
@@ -124,6 +125,15 @@ class Run:
             self.profile.add(Timeline(spans, self.bound.plan.flow, ("caller", *(s.name for s in self.bound.streams))))
         if self.error is not None:
             raise self.error
+
+
+def part_contexts(function: Callable[[Sequence[Any]], Iterable[Any]], rows: Sequence[Any]) -> list[Any]:
+    """One per part, in order."""
+    managers = list(function(rows)) if rows else []
+    if len(managers) != len(rows):
+        raise OptionError(
+            f"part_context returned {len(managers)} context managers for {len(rows)} parts.", fix="return one per part, in order")
+    return managers
 
 
 class Inside:

@@ -148,28 +148,25 @@ class Arg(NamedTuple):
 class Call:
     """One launch, resolved."""
 
-    __slots__ = ("entry", "args", "outs", "label", "where", "part", "mutates", "kind", "_form")
+    __slots__ = ("entry", "args", "outs", "label", "where", "part", "mutates", "kind")
 
     def __init__(self, entry: Entry, args: tuple[Arg, ...], outs: tuple[Out, ...], launch: Launch, mutates: tuple[str, ...], kind: str):
         self.entry, self.args, self.outs, self.mutates, self.kind = entry, args, outs, mutates, kind
         self.label, self.where = launch.label, launch.where
         # None: the launch spans several parts
         self.part = launch.calls[0][1] if len({part for _, part in launch.calls}) == 1 else None
-        self._form: tuple[Any, ...] | None = None
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What generated code for a launch of this plan depends on, numbers (sizes, strides, rows) aside."""
-        if self._form is None:
-            inputs = self.entry.inputs
-            self._form = (
-                None if inputs is None else tuple([x if isinstance(x, int) else None for x in inputs]),
-                tuple([bool(own) for own in self.entry.own]),
-                tuple([(arg.view, arg.stride is None, arg.is_cloned) for arg in self.args]),
-                tuple([(out.view, out.how, out.scratch is None, bool(out.reason), tuple([(r, axis) for r, axis, _, _ in out.inside]))
-                       for out in self.outs]),
-            )  # fmt: skip
-        return self._form
+        inputs = self.entry.inputs
+        return (
+            None if inputs is None else tuple([x if isinstance(x, int) else None for x in inputs]),
+            tuple([bool(own) for own in self.entry.own]),
+            tuple([(arg.view, arg.stride is None, arg.is_cloned) for arg in self.args]),
+            tuple([(out.view, out.how, out.scratch is None, bool(out.reason), tuple([(r, axis) for r, axis, _, _ in out.inside]))
+                   for out in self.outs]),
+        )  # fmt: skip
 
     def __call__(self, tensors: list[Any]) -> None:
         args = [self._argument(a, tensors) for a in self.args]

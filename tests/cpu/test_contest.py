@@ -327,7 +327,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
             return lambda: None
 
     class Body:
-        changed = promised = ()
+        changed = promised = saved = ()
 
         def prepare(self):
             made = [torch.zeros(4)]
@@ -357,7 +357,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
     class Key: ...
 
     class Body:
-        changed = promised = ()
+        changed = promised = saved = ()
 
         def prepare(self):
             return [torch.zeros(4)]

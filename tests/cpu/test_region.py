@@ -1,7 +1,10 @@
 """Kernel-level plans from one line: what runs is bit for bit what Inductor's own order gives, in every order that a plan allows."""
 
+import dataclasses
+import functools
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dynaflow as df
-from dynaflow import region
+from dynaflow import region, trials
 from dynaflow.errors import FellBack, OptionError
+from dynaflow.ir import CALLER, Op
 from dynaflow.ongoing import serialised
-from dynaflow.runtime import graphs
+from dynaflow.runtime import lent
 from dynaflow.settings import Settings, read_settings
 from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
 
@@ -86,6 +90,34 @@ def test_outputs_that_are_held_stay_as_they_are():
             assert torch.equal(out, wanted[0]) and torch.equal(y, wanted[1])
 
 
+def test_what_is_saved_is_handed_out_again_once_it_is_free(monkeypatch):
+    """The same tensors each time; the caller's own are new ones, whose history is their own."""
+    seen, real = [], lent.Lent.lend
+
+    def lend(self):
+        made = real(self)
+        seen.append((weakref.ref(self), len(self.saved), sum(t.grad_fn is not None for t in made)))
+        return made
+
+    monkeypatch.setattr(lent.Lent, "lend", lend)
+    model = Branchy().eval()
+    inputs = [image() for _ in range(4)]
+    wanted = [step(model, model, x) for x in inputs]
+    with torch._inductor.utils.fresh_cache():
+        fast = compiled(model, "graph")
+        for x, expected in [*zip(inputs, wanted)] * 3:
+            torch.testing.assert_close(step(model, fast, x), expected, rtol=1e-4, atol=1e-5)
+    forwards = [found for found in seen if found[1]]
+    assert len(forwards) > 6 and len({one for one, _, _ in forwards}) == 1, "what a step left is free for the next"
+    assert not any(num_with_history for _, _, num_with_history in seen)
+    held = [fast(x) for x in inputs]  # each has what it saved
+    for (out, y), expected in zip(reversed(held), reversed(wanted)):
+        model.zero_grad()
+        (out.sum() + y.square().mean()).backward()
+        found = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(found, expected[: len(found)], rtol=1e-4, atol=1e-5)
+
+
 def test_what_torch_has_in_its_caches_is_planned_too():
     """As in a second process: nothing is traced anew, and forward, backward and inference run under plans."""
     counters, results = torch._dynamo.utils.counters["aot_autograd"], []
@@ -110,7 +142,7 @@ def test_what_torch_has_in_its_caches_is_planned_too():
 def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
     """As a saved tensor whose memory the backward reuses: it comes at the addresses of the forward's few recordings, in turns."""
     caches = [torch.zeros(6, 6), torch.zeros(6, 6)]
-    monkeypatch.setattr(graphs, "is_lent", lambda t: any(t.data_ptr() == c.data_ptr() for c in caches))
+    monkeypatch.setattr(lent, "is_lent", lambda t: any(t.data_ptr() == c.data_ptr() for c in caches))
 
     def change(x, cache):
         cache.add_(x @ x)
@@ -127,9 +159,9 @@ def test_what_is_lent_and_changed_tells_recordings_apart(caplog, monkeypatch):
 
 
 def test_what_is_lent_is_asked_once_until_it_may_have_changed(monkeypatch):
-    asked, lent, version = [], [False], [0]
-    monkeypatch.setattr(graphs, "is_lent", lambda t: asked.append(t) or lent[0])
-    monkeypatch.setattr(graphs, "lent_version", lambda: version[0])
+    asked, has_moved, version = [], [False], [0]
+    monkeypatch.setattr(lent, "is_lent", lambda t: asked.append(t) or has_moved[0])
+    monkeypatch.setattr(lent, "version", lambda: version[0])
     x, others = torch.randn(6, 6), set(region.living)
     fast = compiled(lambda x: ((x @ x).relu(), x + 1), "graph")
     with torch.no_grad():
@@ -138,7 +170,7 @@ def test_what_is_lent_is_asked_once_until_it_may_have_changed(monkeypatch):
         asked.clear()
         torch.testing.assert_close(fast(x), ((x @ x).relu(), x + 1))
         assert not asked, "the same addresses"
-        lent[0], version[0] = True, 1
+        has_moved[0], version[0] = True, 1
         for _ in range(3):
             x.add_(1)
             torch.testing.assert_close(fast(x), ((x @ x).relu(), x + 1))
@@ -377,3 +409,187 @@ def test_regions_are_let_go(monkeypatch):
     torch._dynamo.reset()
     gc.collect()
     assert not len(alive)
+
+
+# -- for those who capture their own CUDA Graphs
+
+
+@pytest.fixture
+def in_captures(monkeypatch):
+    """Regions for somebody else's captures: their cases so far."""
+    before = set(region.living)
+    monkeypatch.setattr("dynaflow.engine.Region", functools.partial(region.Region, in_captures=True))
+    return lambda: {key: case for made in set(region.living) - before for key, case in made.cases.items()}
+
+
+def test_the_first_call_chooses(in_captures):
+    model, x = Towers(), torch.randn(4, 8)
+    fast = compiled(model, "threads", df.Branches(2))
+    with torch.no_grad():
+        first = fast(x)
+        (case,) = in_captures().values()
+        assert case.choice.plan and not df.stats(fast).planned_calls
+        assert torch.equal(first, fast(x)) and df.stats(fast).planned_calls == 1
+        torch.testing.assert_close(first, model(x))
+
+
+def test_what_the_first_call_changes_is_changed_once(in_captures):
+    """It is the arguments as they are behind it that are chosen by."""
+    cache, x = torch.zeros(4, 8), torch.randn(4, 8)
+    left, right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def grow(x, cache):
+        cache.add_(left(x) * right(x))
+        return cache * 2
+
+    fast, wanted = compiled(grow, "auto", "auto"), torch.zeros(4, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x, cache), grow(x, wanted))
+            torch.testing.assert_close(cache, wanted)
+
+
+def test_nothing_is_chosen_while_a_stream_is_captured(in_captures, monkeypatch):
+    fast, x = df.compile(Towers(), partition="kernels", strategy=df.Branches(2), runtime="threads"), torch.randn(4, 8)
+    monkeypatch.setattr(region, "is_capturing", lambda args: True)
+    with torch.no_grad():
+        wanted = fast(x)
+        (case,) = in_captures().values()
+        assert case.choice is None and set(df.stats(fast).fallbacks) == {"it was captured before it was run"}
+        monkeypatch.setattr(region, "is_capturing", lambda args: False)
+        assert torch.equal(fast(x), wanted) and case.choice.plan
+
+
+def test_as_many_sizes_as_are_captured(in_captures, monkeypatch):
+    monkeypatch.setattr(region, "MAX_CASES", 2)
+    model = Towers()
+    fast = compiled(model, "fake", df.Branches(2))
+    with torch.no_grad():
+        for rows in (2, 3, 4, 5, 6, 7):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(fast(x), model(x))
+    assert len(in_captures()) == 6 and all(case.choice.plan for case in in_captures().values())
+
+
+@torch.library.custom_op("dynaflow_test_region::scale", mutates_args=())
+def scale(x: torch.Tensor, is_off: torch.Tensor) -> torch.Tensor:
+    return x.clone() if is_off.item() else x * 2
+
+
+@scale.register_fake
+def _(x, is_off):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("is_theirs", [True, False])
+def test_what_is_read_on_the_host_tells_cases_apart(is_theirs, request):
+    """Where it is kept by a capture; otherwise the op reads it whenever it runs."""
+    cases = request.getfixturevalue("in_captures") if is_theirs else None
+    linear, is_off = nn.Linear(8, 8), torch.tensor([False])
+    fast = compiled(lambda x: scale(x, is_off) + linear(x), "threads", df.Branches(2))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for off in (False, True, False):
+            is_off.fill_(off)
+            for _ in range(3):
+                torch.testing.assert_close(fast(x), x * (1 if off else 2) + linear(x))
+    if cases is not None:
+        assert {case.read for case in cases().values()} == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("is_theirs", [True, False])
+def test_a_number_that_lies_elsewhere(is_theirs, request, monkeypatch):
+    """As on CUDA, where what the host reads lies elsewhere than all else: a recording of ours would read it once and for all."""
+    if is_theirs:
+        request.getfixturevalue("in_captures")
+    kernels = region.kernels
+
+    def elsewhere(text, scope, args, *others):
+        made = kernels(text, scope, args, *others)
+        for name in (name for i, name in made.inputs if args[i].numel() == 1):
+            made.program.layouts[name] = dataclasses.replace(made.program.layouts[name], device=torch.device("meta"))
+        return made
+
+    monkeypatch.setattr(region, "kernels", elsewhere)
+    linear, is_off, x = nn.Linear(8, 8), torch.tensor([False]), torch.randn(4, 8)
+    fast = df.compile(lambda x: scale(x, is_off) + linear(x), strategy=df.Branches(2), partition="kernels", runtime="threads")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), x * 2 + linear(x))
+    stats = df.stats(fast)
+    assert bool(stats.planned_calls) == is_theirs
+    assert is_theirs or "touches memory of the host" in next(iter(stats.fallbacks))
+
+
+def test_near_sizes_are_near_where_the_same_was_read():
+    made = SimpleNamespace(in_captures=True, cases={})
+    for key in ((8, 0), (8, 1), (9, 1)):
+        made.cases[key] = region.Case(made, key[:1], key[1:])
+        made.cases[key].kernels = object()
+    made.cases[8, 0].is_measured, made.cases[8, 0].choice = True, trials.Choice("", {}, {})
+    assert made.cases[9, 1]._of_near_sizes([]) is None
+    made.name = "made"
+    made.cases[8, 1].is_measured, made.cases[8, 1].choice = True, trials.Choice("", {"theirs": 1.0}, {})
+    assert made.cases[9, 1]._of_near_sizes([]) == trials.Choice("", {"theirs": 1.0}, {}, measured_at="(8,)")
+
+
+def test_who_may_read_on_the_host():
+    """An op of others', in the caller's order, and nothing but the numbers that tell cases apart."""
+    case = region.Case(SimpleNamespace(read_at=[1], in_captures=True), ())
+    case.kernels = SimpleNamespace(inputs=((0, "x"), (1, "flag"), (2, "table")))
+    theirs = Op("theirs", "compute", ("x", "flag", "table"), ("y",), (), (CALLER,), "")
+    assert case._but_for_what_is_read(theirs).reads == ("x", "table")
+    kernel = Op("kernel", "compute", ("x", "flag"), ("y",), (), (), "")
+    assert case._but_for_what_is_read(kernel) is kernel
+
+
+def test_a_chain_is_not_tried(in_captures, monkeypatch):
+    monkeypatch.setattr(trials, "compare", lambda *_: pytest.fail("nothing can be gained"))
+    chain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    fast = compiled(chain, "threads", "auto")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(torch.ones(4, 8)), chain(torch.ones(4, 8)))
+    (case,) = in_captures().values()
+    assert not case.choice.plan and set(case.choice.times_us) == {trials.IN_A_ROW, "bound"} and case.is_measured
+
+
+def test_all_ways_are_tried_as_recordings(in_captures, monkeypatch):
+    """Inductor's own too: in somebody else's CUDA Graph its launches cost nothing."""
+    recorded, ran = [], []
+
+    class Recorder:
+        def __init__(self, pool, device):
+            pass
+
+        def begin(self):
+            recorded.append("begin")
+
+        def end(self):
+            number = len(recorded)
+            return lambda: ran.append(number)
+
+        def abort(self):
+            recorded.append("abort")
+
+    def compare(ways, clock):
+        for _ in range(2):
+            for way in ways:
+                way()
+        return [[100.0] * 7, *[[50.0 + i] * 7 for i in range(1, len(ways))]] if len(ways) > 2 else [[50.0] * 7, [100.0] * 7]
+
+    start = trials.Trials.__init__
+
+    def as_on_cuda(self, *args):
+        start(self, *args)
+        self._pool = object()
+
+    for name, value in {"CudaRecorder": Recorder, "compare": compare, "bound_us": lambda *_: 1.0, "NUM_NEIGHBOURS": 0}.items():
+        monkeypatch.setattr(trials, name, value)
+    monkeypatch.setattr(trials.Trials, "__init__", as_on_cuda)
+    fast, x = compiled(Towers(), "threads", "auto"), torch.randn(4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), fast(x))
+    (case,) = in_captures().values()
+    num_ways = len(case.choice.times_us) - 1
+    assert case.choice.plan and num_ways > 2
+    assert recorded == ["begin"] * num_ways and len(ran) == 2 * num_ways + 4, "each is recorded once"

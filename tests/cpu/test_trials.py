@@ -67,7 +67,42 @@ def test_near_sizes_are_measured_once(times):
     cases = {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
     assert {numbers for numbers, case in cases.items() if case.is_measured} == {(), (9,), (19,)}
     assert set(cases) == {(), (9,), (10,), (17,), (19,)}
+    assert "measured at sizes (9,)" in str(cases[17,].choice) and "measured at" not in str(cases[19,].choice)
     assert all(case.choice.plan for case in cases.values())
+
+
+def test_a_plan_for_near_sizes_that_would_hold_too_much_is_not_taken(times, monkeypatch):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    model, before = Towers(), set(region.living)
+    fast, real = compiled(model, "auto", "auto"), trials.Room.held
+    with torch.no_grad():
+        for rows in (8, 9, 10):
+            if rows == 10:
+                monkeypatch.setattr(trials.Room, "held", lambda self, bound: real(self, bound) + 2**40 * bool(bound.streams))
+            for _ in range(3):
+                fast(torch.randn(rows, 8))
+    cases = {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
+    assert cases[9,].choice.plan and cases[9,].is_measured
+    assert cases[10,].is_measured and " @aux" not in cases[10,].choice.plan, "it was measured, and holds no more than it may"
+
+
+def test_other_threads_bring_other_sizes_meanwhile(times, monkeypatch):
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    model, before, real = Towers(), set(region.living), region._distance
+    fast = compiled(model, "auto", "auto")
+
+    def distance(numbers, others):
+        (made,) = [r for r in set(region.living) - before if numbers in r.cases]
+        made.cases[99 + len(made.cases),] = region.Case(made, (99,))
+        return real(numbers, others)
+
+    with torch.no_grad():
+        for rows in (8, 9, 10):
+            if rows == 10:
+                monkeypatch.setattr(region, "_distance", distance)
+            for _ in range(3):
+                torch.testing.assert_close(fast(x := torch.randn(rows, 8)), model(x))
+    assert all(not r.refusal for r in set(region.living) - before)
 
 
 def test_the_fastest_is_kept(times, caplog):

@@ -17,10 +17,12 @@ def test_the_benchmark_runs_tiny(tmp_path):
     command = [sys.executable, "-m", "benchmarks.vllm_serving"]
     ran = subprocess.run([*command, *words], env=env, text=True, cwd=Path(__file__).parents[2], capture_output=True, timeout=400)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
-    plain, emulated = json.loads((tmp_path / "serving.json").read_text())["rows"]
+    plain, emulated, lora = json.loads((tmp_path / "serving.json").read_text())["rows"]
     for row in (plain, emulated):
         assert row["equal"] == "100% of requests token by token" and row["split_steps"] > 0 and row["speedup"] > 0
         assert row["row"] in ran.stdout and row["emulated"] == ("emulated" in row["row"])
+    assert lora["equal"] == "100% of requests token by token" and "vLLM does not compile the model into pieces" in lora["note"]
+    assert lora["config"]["adapters"] == 3 and set(lora["baselines"]) == {"vllm"}
     assert set(plain["baselines"]) == {"vllm", "two_batch, no overlap"} and emulated["config"]["ranks"] == 8
     assert "on 2 streams" in (tmp_path / "logs" / "tiny-emulated-two_batch.log").read_text(), "the all-reduces are no network ops"
 

@@ -49,14 +49,46 @@ def test_time_is_counted_per_token():
 
 def test_all_ranks_are_added_up():
     """The other rank was slower in parts than this one was faster."""
-    assert Device(7.0, 10.0, lambda numbers: [numbers[0] + 20.0, numbers[1] + 10.0]).steps(20)[-1] is False
+    assert Device(7.0, 10.0, lambda numbers: [numbers[0] + 20.0, numbers[1] + 10.0, numbers[2] + 2.0, 2.0]).steps(20)[-1] is False
 
 
-def test_what_cannot_be_run_in_parts_is_not_tried_again():
+def test_a_kind_that_cannot_be_run_in_parts_is_given_up():
+    trials = Trials(lambda numbers: numbers, mark=lambda: 0.0)
+    for _ in range(NUM_STEPS + 1):
+        assert trials.wants_parts(PREFILL)
+        trials.refused(PREFILL)
+        with trials.timed(PREFILL, 1000, False):
+            pass
+    assert not trials.wants_parts(PREFILL)
+
+
+def test_steps_that_cannot_be_run_in_parts_do_not_speak_for_others():
+    """Of one kind, some have too few tokens, or no place to cut: before and behind the verdict."""
     device = Device(7.0, 10.0)
+    for number in range(2 * (NUM_STEPS + 1)):
+        if number % 3 == 0:
+            device.trials.refused(PREFILL)
+        device.steps(1)
     assert device.steps(1) == [True]
-    device.trials.give_up(PREFILL)
-    assert device.steps(20) == [False] * 20
+    for _ in range(NUM_STEPS + 2):
+        device.trials.refused(PREFILL)
+    assert device.steps(5) == [True] * 5
+
+
+@pytest.mark.parametrize("gain, is_split", [(0.85, True), (1.15, False)])
+def test_what_changes_from_step_to_step_changes_for_both(gain, is_split):
+    """A load that gets heavier, by far more than the two ways differ."""
+    device = Device(0.0, 0.0)
+    for number in range(2 * (NUM_STEPS + 1)):
+        us = 10.0 * 1.3 ** (number // 2)
+        device.us = {True: us * gain, False: us}
+        device.steps(1)
+    assert device.steps(1) == [is_split]
+
+
+def test_mixed_steps_are_told_apart_by_what_they_mostly_are():
+    assert kind_of("mixed", 1000, "prefill") != kind_of("mixed", 1000, "decode")
+    assert kind_of("prefill", 1000, "prefill") == PREFILL
 
 
 def test_a_step_that_fails_does_not_count():

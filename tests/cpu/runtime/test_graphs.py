@@ -248,7 +248,7 @@ def _changed(model, fast):
 @pytest.mark.parametrize("hole", ["", "outputs are never held", "slots are not filled", "padding is not refused", "nothing is undone"])
 def test_notices(recorder, monkeypatch, hole):
     if hole == "outputs are never held":
-        monkeypatch.setattr(graphs.Recording, "is_free", lambda self: True)
+        monkeypatch.setattr(graphs.Lent, "is_gone", lambda self: True)
     elif hole == "slots are not filled":
         monkeypatch.setattr(graphs.Slots, "fill", lambda self, args: None)
     elif hole == "padding is not refused":

@@ -1,0 +1,174 @@
+"""Outputs that are handed out again and again over the same memory, and who still has them.
+
+A caller's tensors are made anew for each call, with storages of their own: when these are gone, nobody has the outputs. Of what is saved
+for a backward there are hundreds, which nobody else sees and which take on no history of their own: the same tensors stand for it in
+each call, and somebody has one as long as it is referred to from elsewhere, by Python, by autograd, or by a view of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from sys import getrefcount
+from typing import Any, Iterable, Sequence
+
+import torch
+
+# a storage over memory that is somebody else's
+_storage_at: Any = torch._C._construct_storage_from_data_pointer
+# a tensor from how it lies in a storage, in one step, where this build has it
+_construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
+# how many tensors, views and others have a storage, by its handle
+_num_uses: Any = torch._C._storage_Use_Count
+
+# address, device, bytes
+_Memory = tuple[int, torch.device, int]
+
+
+class Lent:
+    """The outputs of one recording."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], saved: Sequence[int] = ()):
+        """`saved`: those that nobody but a backward gets."""
+        self._outputs = list(outputs)
+        memory = [_memory_of(output) for output in outputs]
+        self._addresses = {address for address, _, _ in memory}
+        _homes.add(self._addresses)
+        shared = [m for n, m in enumerate(memory) if n not in saved]
+        self.saved = [n for n in saved if memory[n] not in shared]
+        # storages of the others, and per output which it lies in, and how
+        self._memory = list(dict.fromkeys(shared))
+        self._lies = [(n, self._memory.index(m), _lie(outputs[n])) for n, m in enumerate(memory) if n not in self.saved]
+        # weak references to the storages that were handed out last
+        self._storages: list[int] = []
+        # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
+        self.standing = [_over(memory[n], _lie(outputs[n])) for n in self.saved]
+        self._alone = _references(self.standing[:1])
+
+    def lend(self) -> list[torch.Tensor]:
+        storages = [_storage_at(address, device, nbytes) for address, device, nbytes in self._memory]
+        self._storages += [storage._weak_ref() for storage in storages]
+        found: list[Any] = [None] * len(self._outputs)
+        for n, i, lie in self._lies:
+            found[n] = _tensor_over(storages[i], lie)
+        for n, (tensor, _, _) in zip(self.saved, self.standing):
+            found[n] = tensor
+        return found
+
+    def is_gone(self) -> bool:
+        """Whether nobody refers to what was handed out last."""
+        storage: Any = torch.UntypedStorage
+        while self._storages and storage._expired(self._storages[-1]):
+            storage._free_weak_ref(self._storages.pop())
+        return not self._storages and _are_alone(self.standing, *self._alone)
+
+    def leave(self) -> None:
+        """Nothing is handed out any more. The memory stays for as long as somebody has what was."""
+        _homes.remove(self._addresses)
+        if not self.is_gone():
+            _outlived[next(_numbers)] = self
+
+
+def _are_alone(standing: Sequence[tuple[Any, Any, int]], by_python: int, by_autograd: int, of_storage: int, by_views: int) -> bool:
+    """Whether nobody but the list refers to them."""
+    for tensor, storage, handle in standing:
+        if getrefcount(tensor) > by_python or tensor._use_count() > by_autograd or getrefcount(storage) > of_storage or (
+                _num_uses(handle) > by_views):  # fmt: skip
+            return False
+    return True
+
+
+def _references(standing: Sequence[tuple[Any, Any, int]]) -> tuple[int, int, int, int]:
+    """As `_are_alone` counts them."""
+    for tensor, storage, handle in standing:
+        return getrefcount(tensor), tensor._use_count(), getrefcount(storage), _num_uses(handle)
+    return 0, 0, 0, 0
+
+
+# -- tensors over memory
+
+
+def _memory_of(tensor: torch.Tensor) -> _Memory:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.device, storage.nbytes()
+
+
+def _lie(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"size": tensor.shape, "stride": tensor.stride(), "storage_offset": tensor.storage_offset(), "dtype": tensor.dtype,
+            "device": tensor.device}  # fmt: skip
+
+
+def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
+    if _construct is not None and lie["device"].type == "cuda":
+        return _construct(lie, storage)  # type: ignore[no-any-return]
+    empty = torch.empty(0, dtype=lie["dtype"], device=lie["device"])
+    return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
+
+
+def _over(memory: _Memory, lie: dict[str, Any]) -> tuple[torch.Tensor, Any, int]:
+    storage = _storage_at(*memory)
+    tensor = _tensor_over(storage, lie)
+    return tensor, tensor.untyped_storage(), storage._cdata
+
+
+def by_address(arg: Any) -> Any:
+    """What a CUDA Graph keeps of a tensor: where it lies. It holds nobody's saved tensors."""
+    if type(arg) not in (torch.Tensor, torch.nn.Parameter) or not arg.numel() or arg.is_conj() or arg.is_neg():
+        return arg
+    return _tensor_over(_storage_at(*_memory_of(arg)), _lie(arg))
+
+
+# -- whose memory it is
+
+
+class _Homes:
+    """Addresses of the outputs of recordings."""
+
+    def __init__(self) -> None:
+        self._count: Counter[int] = Counter()
+        self.version = 0
+
+    def add(self, addresses: Iterable[int]) -> None:
+        self._count.update(addresses)
+        self.version += 1
+
+    def remove(self, addresses: Iterable[int]) -> None:
+        for address in addresses:
+            self._count[address] -= 1
+            if not self._count[address]:
+                del self._count[address]
+        self.version += 1  # behind the change: who asks in between keeps nothing for longer
+
+    def __contains__(self, address: int) -> bool:
+        return address in self._count
+
+
+_homes = _Homes()
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether it lies in the outputs of a recording: the next call's may well lie there, too."""
+    return tensor.untyped_storage().data_ptr() in _homes
+
+
+def version() -> int:
+    """Changes whenever what is lent may have changed for an address."""
+    return _homes.version
+
+
+# Outputs that are still referred to, of recordings that are gone. Entries come while others are looked through (a recording may die at any
+# time): none but those found to be gone is ever taken out.
+_outlived: dict[int, Lent] = {}
+_numbers = itertools.count()
+_letting_go = threading.Lock()
+
+
+def let_go() -> None:
+    """Called under a pool's lock, and by one thread at a time."""
+    if not _outlived:
+        return
+    with _letting_go:
+        for number, lent in list(_outlived.items()):
+            if lent.is_gone():
+                _outlived.pop(number, None)

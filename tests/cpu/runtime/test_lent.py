@@ -1,0 +1,107 @@
+"""Memory that is handed out again: somebody has it as long as anything refers to it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from dynaflow.runtime import lent
+
+
+@pytest.fixture
+def lend():
+    """Makes what is lent, as a recording does; and leaves it."""
+    made = []
+
+    def make(outputs, saved=()):
+        made.append(lent.Lent(outputs, saved))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.leave()
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def _view(tensor):
+    return tensor.view(2, 2)
+
+
+def _saved(tensor):
+    return Saves.apply(torch.ones(4, requires_grad=True), tensor)
+
+
+HOLDERS = [lambda t: t, lambda t: [t], _view, torch.Tensor.detach, torch.Tensor.untyped_storage, _saved]
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_whoever_refers_to_it_has_it(lend, hold, number):
+    """0 and 1 are saved, 2 is the caller's."""
+    outputs = [torch.randn(4) for _ in range(3)]
+    made = lend(outputs, saved=[0, 1])
+    assert made.is_gone()
+    for _ in range(2):
+        tensors = made.lend()
+        assert not made.is_gone() and all(map(torch.equal, tensors, outputs))
+        held = hold(tensors[number])
+        del tensors
+        assert not made.is_gone()
+        del held
+        assert made.is_gone()
+
+
+def test_what_is_saved_is_the_same_each_time_and_the_callers_is_new(lend):
+    made = lend([torch.randn(4) for _ in range(3)], saved=[1])
+    one, other = made.lend(), made.lend()
+    assert [a is b for a, b in zip(one, other)] == [False, True, False]
+    assert [a.data_ptr() == b.data_ptr() for a, b in zip(one, other)] == [True] * 3
+
+
+def test_what_shares_memory_with_the_callers_does_not_stand(lend):
+    memory = torch.randn(4)
+    made = lend([memory, memory.view(2, 2)], saved=[1])
+    assert not made.saved and all(a.untyped_storage().data_ptr() == memory.data_ptr() for a in made.lend())
+
+
+def test_a_backward_lets_go_of_what_was_saved_for_it(lend):
+    memory = torch.randn(4)
+    made = lend([memory], saved=[0])
+    x = torch.randn(4, requires_grad=True)
+    y = Saves.apply(x, made.lend()[0])
+    y.sum().backward(retain_graph=True)
+    assert not made.is_gone()
+    y.sum().backward()
+    assert made.is_gone() and torch.equal(x.grad, 2 * memory)
+
+
+@pytest.mark.parametrize("saved", [(), (0,)])
+def test_memory_stays_while_somebody_has_it(saved):
+    memory = torch.randn(4)
+    wanted, there, version = memory.clone(), weakref.ref(memory), lent.version()
+    made = lent.Lent([memory], saved)
+    assert lent.is_lent(memory) and lent.version() > version
+    (held,) = made.lend()
+    del memory
+    version = lent.version()
+    made.leave()
+    del made
+    gc.collect()
+    assert not lent.is_lent(held) and lent.version() > version
+    lent.let_go()
+    assert there() is not None and torch.equal(held, wanted)
+    del held
+    lent.let_go()
+    gc.collect()
+    assert there() is None
