@@ -122,6 +122,8 @@ def test_random_flows_in_pieces(seed):
         inputs = case.inputs()
 
         class Body:
+            changed = promised = saved = ()
+
             def prepare(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
