@@ -46,6 +46,8 @@ _OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_s
 
 # functions that are kept by their source, the oldest dropped first
 MAX_SOURCES = 1024
+# forms of launches that a plan's bindings share code by: as many as there are patterns of what is aligned
+MAX_FORMS = 64
 _sources: dict[str, Callable[..., Any]] = {}
 
 
@@ -83,6 +85,8 @@ def generate(bound: Bound, eager: frozenset[int] = frozenset(), has_contexts: bo
     key = (eager, has_contexts, *(call.form for call in bound.calls))
     form = bound.forms.get(key)
     if form is None:
+        while len(bound.forms) >= MAX_FORMS:
+            bound.forms.pop(next(iter(bound.forms)), None)
         form = bound.forms[key] = _written(bound, eager, has_contexts)
     run = form.make(bound.calls, bound.placed, bound.given, bound.allocated, bound.memory.arena_bytes)
     return Code(run, form.source, form.path, form.launch_at)

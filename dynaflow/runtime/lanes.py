@@ -150,8 +150,14 @@ class Inside:
             self._manager = self._recreate()
         self._manager.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._manager.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._manager.__exit__(kind, error, trace)
+        except Exception as other:
+            if error is None:
+                raise
+            if other is not error:  # the launch's own error is the one to know
+                error.add_note(f"dynaflow: leaving its part's context raised, too: {type(other).__name__}: {other}")
 
 
 def streams_of(bound: Bound) -> dict[int, str]:

@@ -451,6 +451,35 @@ def test_a_part_context_cannot_swallow_an_error(runtime):
         fast(torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("runtime", ["threads", "serial"])
+def test_the_launchs_own_error_is_the_one_to_know(runtime):
+    """A part's context that fails on the way out is told beside it; without an error of the launch's, it is the error."""
+    is_bad = [True]
+
+    @torch.library.custom_op("dynaflow_test::may_raise", mutates_args=())
+    def may_raise(x: torch.Tensor) -> torch.Tensor:
+        if is_bad[0]:
+            raise RuntimeError("boom")
+        return x.clone()
+
+    may_raise.register_fake(lambda x: torch.empty_like(x))
+    df.register_split_rule(torch.ops.dynaflow_test.may_raise, df.rowwise)
+
+    class Leaves:
+        def __enter__(self): ...
+        def __exit__(self, *error):
+            raise ValueError("on the way out")
+
+    fast = df.compile(lambda x: torch.ops.dynaflow_test.may_raise(x) + 1, strategy=df.NanoBatch(2), strict=True, runtime=runtime,
+                      part_context=lambda parts: [Leaves() for _ in parts])  # fmt: skip
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        fast(torch.randn(4, 3))
+    assert any("ValueError: on the way out" in note for note in caught.value.__notes__)
+    is_bad[0] = False
+    with pytest.raises(ValueError, match="on the way out"):
+        fast(torch.randn(4, 3))
+
+
 def test_tags_must_tell_contexts_apart():
     for value in ([1], {"a": 1}, torch.ones(2)):
         with pytest.raises(errors.OptionError, match="the tag phase"), df.context(phase=value):

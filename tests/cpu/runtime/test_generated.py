@@ -158,6 +158,17 @@ def test_the_form_of_launches_is_all_that_the_source_depends_on():
     assert num_forms > 100 and num_reused > 100
 
 
+def test_forms_are_bounded(monkeypatch):
+    monkeypatch.setattr(generated, "MAX_FORMS", 3)
+    for case, plan, functions in plans(0):
+        binder = Binder(plan, replace(placing(case.program, 0, 16), functions=functions))
+        bound = binder.bind(case.sizes)
+        for number in range(5):
+            source = generated.generate(bound, frozenset({number % len(bound.calls)})).source
+            assert source == generated._written(bound, frozenset({number % len(bound.calls)}), False).source
+        assert len(binder.forms) <= 3
+
+
 def test_straight_line():
     for seed in range(2):
         for case, plan, functions in plans(seed):
