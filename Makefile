@@ -1,6 +1,6 @@
 # Everything here works on a fresh machine: the virtual environment is made first.
 #   make demo test lint fuzz fuzz-programs models systems bench-planning bench-backend bench-branches bench-overlap bench-loopback \
-#        bench-offload bench-systems
+#        bench-offload bench-systems bench-vllm
 #   make test PYTHON=python3      use that interpreter as it is (it has torch >= 2.11) and install nothing
 
 VENV      := .venv
@@ -24,7 +24,7 @@ endif
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test lint fuzz fuzz-programs models systems bench-planning bench-backend bench-branches bench-overlap bench-loopback \
-        bench-offload bench-systems clean
+        bench-offload bench-systems bench-vllm clean
 
 demo: $(READY)
 	$(PY) examples/demo.py $(ARGS)
@@ -77,6 +77,9 @@ system-%: build/systems/%/stamp
 
 bench-systems: build/systems/diffusers/stamp
 	PYTHONPATH= build/systems/diffusers/bin/python -m benchmarks.systems $(ARGS)
+
+bench-vllm: build/systems/vllm/stamp
+	PYTHONPATH= build/systems/vllm/bin/python -m benchmarks.vllm_serving $(ARGS)
 
 # torch goes first, alone, and is named again each time: see below
 .PRECIOUS: build/systems/%/stamp

@@ -26,8 +26,7 @@ from dynaflow import errors
 from dynaflow.batching import Facts, analyse
 from dynaflow.contest import LATER, contest, is_measuring
 from dynaflow.context import ALL, current_tags
-from dynaflow.inductor.compile import loaded_module
-from dynaflow.inductor.entries import Inductor, compile_captured, num_returned
+from dynaflow.inductor.entries import Inductor, compile_captured
 from dynaflow.inductor.structure import NotCompiled
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import Part, Plan, evaluate
@@ -138,16 +137,12 @@ class CapturedGraph:
                  time.perf_counter() - began)  # fmt: skip
 
     def _region(self, compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Any:
-        plain = compiled.current_callable
-        assert plain is not None
+        name = f"{self.settings.name}.{'backward' if is_backward else 'kernels'}{len(self.regions) or ''}"
         try:
-            module = loaded_module(compiled)
+            self.regions.append(Region(name, compiled, self.settings, static, is_backward))
         except NotCompiled as error:
             log.warning("%s runs as Inductor has it: %s", self.settings.name, error)
-            return plain
-        name = f"{self.settings.name}.{'backward' if is_backward else 'kernels'}{len(self.regions) or ''}"
-        self.regions.append(Region(name, compiled.source_code, module, plain, self.settings, static, is_backward))
-        self.regions[-1].num_returned = num_returned(compiled, self.regions[-1].digest)
+            return compiled.current_callable
         return self.regions[-1]
 
     def _ensure_analysed(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from dynaflow.costs import Cost
 from dynaflow.ir import Stream
 from dynaflow.runtime.cuda import side_streams
-from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
+from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound, Call
 
 # launches of one kernel in a row, in one recording; rows side by side; replays, of which the fastest counts
@@ -94,24 +94,19 @@ class CudaClock:
         return min(times) / NUM_IN_A_ROW
 
     def _recorded(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> Callable[[], Any]:
-        recorder = CudaRecorder(self._pool, self._device)
-        with one_at_a_time:
-            try:
-                recorder.begin()
-                main = torch.cuda.current_stream(self._device)
-                for side in beside:
-                    side.wait_stream(main)
-                    with torch.cuda.stream(side):
-                        for _ in range(NUM_IN_A_ROW):
-                            launch()
-                for _ in range(NUM_IN_A_ROW):
-                    launch()
-                for side in beside:
-                    main.wait_stream(side)
-                return recorder.end()
-            except BaseException:
-                recorder.abort()
-                raise
+        def in_rows() -> None:
+            main = torch.cuda.current_stream(self._device)
+            for side in beside:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    for _ in range(NUM_IN_A_ROW):
+                        launch()
+            for _ in range(NUM_IN_A_ROW):
+                launch()
+            for side in beside:
+                main.wait_stream(side)
+
+        return as_replay(self._pool, self._device, in_rows)
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)

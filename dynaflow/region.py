@@ -27,9 +27,12 @@ from typing import Any, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
+from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import disk, errors
 from dynaflow.context import Context, current_tags
+from dynaflow.inductor.compile import loaded_module
+from dynaflow.inductor.entries import num_returned
 from dynaflow.inductor.kernels import Kernels, kernels
 from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
@@ -61,15 +64,17 @@ living: WeakSet[Region] = WeakSet()
 
 class Region:
     def __init__(
-        self, name: str, text: str, module: types.ModuleType, plain: Boxed, settings: Settings, static: Sequence[int], is_backward: bool,
-        in_captures: bool = False,
-    ):  # fmt: skip
-        """`in_captures`: the plan is for those who capture their own CUDA Graphs, see above."""
-        self.name, self.text, self.module, self.settings, self.static = name, text, module, settings, tuple(static)
+        self, name: str, compiled: CompiledFxGraph, settings: Settings, static: Sequence[int], is_backward: bool, in_captures: bool = False
+    ):
+        """Raises NotCompiled. `in_captures`: the plan is for those who capture their own CUDA Graphs, see above."""
+        plain = compiled.current_callable
+        assert plain is not None, "Inductor has compiled it"
+        self.name, self.text, self.settings, self.static = name, compiled.source_code, settings, tuple(static)
+        self.module: types.ModuleType = loaded_module(compiled)
         self.plain, self.is_backward, self.in_captures = plain, is_backward, in_captures
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.digest = hashlib.sha256(self.text.encode()).hexdigest()
         # of a forward in training, how many of its results the caller gets: the others are saved for its backward; None: all of them
-        self.num_returned: int | None = None
+        self.num_returned = num_returned(compiled, self.digest)
         # by their numbers, and what was read
         self.cases: dict[tuple[int, ...], Case] = {}
         # why no case is made; empty while there may be

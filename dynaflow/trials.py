@@ -40,7 +40,7 @@ from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime.binder import Binder
-from dynaflow.runtime.graphs import CudaRecorder, Pool, one_at_a_time
+from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
 from dynaflow.verify import verify
@@ -213,15 +213,7 @@ class Trials:
         if self._pool is None:
             return lambda: way(list(self._given))
         if name not in self._replays:
-            recorder = CudaRecorder(self._pool, self._device)
-            with one_at_a_time:
-                try:
-                    recorder.begin()
-                    way(list(self._given))
-                    self._replays[name] = recorder.end()
-                except BaseException:
-                    recorder.abort()
-                    raise
+            self._replays[name] = as_replay(self._pool, self._device, lambda: way(list(self._given)))
         return self._replays[name]
 
     def _times(self) -> dict[str, float]:

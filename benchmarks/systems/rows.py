@@ -86,6 +86,26 @@ class Row(ABC):
     def inputs(self, made: Any, tiny: bool, seed: int) -> Inputs: ...
 
     @abstractmethod
+    def num_steps(self, tiny: bool) -> int:
+        """How many of the row's units one call is."""
+
+    def config(self, tiny: bool) -> Result:
+        return {"unit": self.unit, "steps_per_call": self.num_steps(tiny), "page": self.page}
+
+    def rate(self, ms: float) -> dict[str, float]:
+        """What else a figure says."""
+        return {}
+
+    @abstractmethod
+    def way(self, made: Any, name: str, sets: Sequence[Inputs], device: str, tiny: bool) -> Way:
+        """A variant, to be timed and compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called(Row):
+    """A row whose unit of work is a call."""
+
+    @abstractmethod
     def call(self, made: Any, inputs: Inputs, name: str) -> Any:
         """What is timed."""
 
@@ -97,17 +117,6 @@ class Row(ABC):
         """What is compared."""
         return self.call(made, inputs, name)  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def num_steps(self, tiny: bool) -> int:
-        """How many of the row's units one call is."""
-
-    def config(self, tiny: bool) -> Result:
-        return {"unit": self.unit, "steps_per_call": self.num_steps(tiny), "page": self.page}
-
-    def rate(self, ms: float) -> dict[str, float]:
-        """What else a figure says."""
-        return {}
-
     def way(self, made: Any, name: str, sets: Sequence[Inputs], device: str, tiny: bool) -> Way:
         return Calls(self, made, name, sets, device, self.num_steps(tiny))
 
@@ -115,7 +124,7 @@ class Row(ABC):
 class Calls:
     """Calls with one set of inputs after the other, each until its result is there."""
 
-    def __init__(self, row: Row, made: Any, name: str, sets: Sequence[Inputs], device: str, num_steps: int):
+    def __init__(self, row: Called, made: Any, name: str, sets: Sequence[Inputs], device: str, num_steps: int):
         self._row, self._made, self._name, self._sets, self._num_steps = row, made, name, sets, num_steps
         self._synchronise = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
         self._next = itertools.cycle(sets)
@@ -173,7 +182,7 @@ def _tokens(made: Any, batch: int, length: int, seed: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefill(Row):
+class Prefill(Called):
     """One call of the model, without a cache: the logits of the last token."""
 
     model: Model
@@ -203,7 +212,7 @@ class Prefill(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(Row):
+class Generate(Called):
     """`generate`, greedy: a prefill and `num_new - 1` decode steps. Figures are per new token of every row."""
 
     model: Model
@@ -273,7 +282,7 @@ class _Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denoise(Row):
+class Denoise(Called):
     """A pipeline from noise to latents: one image, no guidance by a negative prompt, so that the denoiser's batch is 1."""
 
     pipeline: str

@@ -55,9 +55,6 @@ class Training(Row):
         rows = [torch.randint(1, made.config.vocab_size, (length,), generator=generator) for _ in range(32)]
         return {"rows": [{"input_ids": row, "labels": row} for row in rows]}
 
-    def call(self, made: Any, inputs: Inputs, name: str) -> Any:
-        raise NotImplementedError("a Trainer is run")
-
     def num_steps(self, tiny: bool) -> int:
         return 1
 

@@ -25,7 +25,6 @@ from torch._inductor.output_code import CompiledFxGraph
 from vllm.compilation.piecewise_backend import PiecewiseBackend
 from vllm.config import CompilationMode, CUDAGraphMode
 
-from dynaflow.inductor.compile import loaded_module
 from dynaflow.inductor.entries import wrapped_by
 from dynaflow.inductor.structure import NotCompiled
 from dynaflow.integrations.vllm_steps import Stats
@@ -50,22 +49,21 @@ class Pieces:
     def region(self, compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Boxed:
         """In the place of Inductor's own callable (`wrapped_by`). vLLM asks a callable for its code: it has to be a function."""
         plain = compiled.current_callable
-        assert plain is not None
+        assert plain is not None, "Inductor has compiled it"
+        name = f"vllm.{hashlib.sha256(compiled.source_code.encode()).hexdigest()[:8]}"
         try:
-            module = loaded_module(compiled)
+            made = Region(name, compiled, self.settings, static, is_backward, in_captures=True)
         except NotCompiled as error:
             self.settings.count_fallback(str(error))
             log.warning("dynaflow: a piece is left to vLLM: %s", error)
             return plain
-        held = [region for region in self.regions if region.module is module]  # equal layers have equal code
-        if not held:
-            text = compiled.source_code
-            name = f"vllm.{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-            held.append(Region(name, text, module, plain, self.settings, static, is_backward, in_captures=True))
-            self.regions.append(held[0])
+        if all(region.module is not made.module for region in self.regions):  # equal layers have equal code
+            self.regions.append(made)
+        # by number: vLLM looks for code in whatever callable a function closes over, and a region has none
+        number = [region.module for region in self.regions].index(made.module)
 
         def run(args: list[Any]) -> Sequence[Any]:
-            return held[0](args) if self.is_open else plain(args)
+            return self.regions[number](args) if self.is_open else plain(args)
 
         return run
 

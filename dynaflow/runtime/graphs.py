@@ -249,6 +249,19 @@ _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", 
 one_at_a_time = threading.RLock()
 
 
+def as_replay(pool: Pool, device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
+    """What `work` launches, recorded: a function that launches it again. Where it fails, nothing is left of the attempt."""
+    recorder = CudaRecorder(pool, device)
+    with one_at_a_time:
+        try:
+            recorder.begin()
+            work()
+            return recorder.end()
+        except BaseException:
+            recorder.abort()
+            raise
+
+
 class Slots:
     """Where a recording reads its inputs: slots, or the caller's own memory."""
 

@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -368,3 +369,32 @@ def test_what_is_borrowed_from_one_graph_of_a_call_outlives_the_next(recorder):
         for got, wanted in zip(fast(x, y), model(x, y)):
             torch.testing.assert_close(got, wanted)
     assert recorder.count("replay") > 9
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_work_as_a_replay(monkeypatch, is_bad):
+    """What fails is aborted, and the next one may record."""
+    done = []
+
+    class Recorder:
+        def __init__(self, pool, device): ...
+        def begin(self):
+            done.append("begin")
+
+        def end(self):
+            return lambda: done.append("again")
+
+        def abort(self):
+            done.append("abort")
+
+    def work():
+        done.append("work")
+        if is_bad:
+            raise RuntimeError("boom")
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Recorder)
+    with pytest.raises(RuntimeError, match="boom") if is_bad else nullcontext():
+        graphs.as_replay(graphs.Pool(), torch.device("cpu"), work)()
+    assert done == ["begin", "work", "abort" if is_bad else "again"]
+    assert graphs.one_at_a_time.acquire(blocking=False)
+    graphs.one_at_a_time.release()
