@@ -14,7 +14,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,14 +143,18 @@ def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
     return times
 
 
-# steps of one variant in a row, and those of them that are dropped: what ran before has filled the host's caches with its own. Few: a
-# queue of long steps pushes back
-HOST_STEPS, HOST_DROPPED = 4, 1
+# Steps of one variant in a row, and those of them that are dropped: who is bound by the host calls one model again and again, and what
+# ran before has filled the host's caches with its own. Of many launches fewer steps: their queue pushes back.
+HOST_STEPS, HOST_DROPPED = 10, 4
+LAUNCHED_STEPS, LAUNCHED_DROPPED = 4, 1
 
 
-def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "") -> dict[str, dict[str, float]]:
+def host_us(
+    case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "", launched: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
     """Time on the host until a call returns, of each variant, taken in turns. The queue is emptied before each turn, so that it never
-    pushes back. `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn."""
+    pushes back. `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn. `launched`:
+    variants that launch kernel by kernel."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
     result: Any = None
     gc.collect()
@@ -159,16 +163,17 @@ def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200
         for _ in range(-(-count // (HOST_STEPS - HOST_DROPPED))):
             for name, call in calls.items():
                 block = []
+                num_steps, num_dropped = (LAUNCHED_STEPS, LAUNCHED_DROPPED) if name in launched else (HOST_STEPS, HOST_DROPPED)
                 if device.startswith("cuda"):
                     torch.cuda.synchronize()
-                for _ in range(HOST_STEPS):
+                for _ in range(num_steps):
                     case.reset()
                     inputs = _next()
                     result = None  # freed outside of the timed call
                     began = time.perf_counter()
                     result = call(inputs)
                     block.append((time.perf_counter() - began) * 1e6)
-                times[name].append(block[HOST_DROPPED:])
+                times[name].append(block[num_dropped:])
     finally:
         gc.enable()
     del result
