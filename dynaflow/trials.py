@@ -133,8 +133,9 @@ class Trials:
         self._bounds: dict[str, Bound] = {}
         self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
         self._rounds: dict[str, list[float]] = {}
+        self._pool = Pool()
         # of somebody else's captures: the recordings
-        self._pool = Pool() if region.in_captures and self._device.type == "cuda" else None
+        self._is_captured = region.in_captures and self._device.type == "cuda"
         self._replays: dict[str, Callable[[], Any]] = {}
 
     def choose(self) -> Choice:
@@ -188,7 +189,7 @@ class Trials:
     def _try(self, new: Mapping[str, Bound]) -> str:
         """Let them run in turns. The best of all so far."""
         self._bounds.update(new)
-        self._ways.update((name, Way(self._region, self._kernels, bound, self._device, is_trial=True)) for name, bound in new.items())
+        self._ways.update((name, Way(self._region, self._kernels, bound, self._device, self._pool)) for name, bound in new.items())
         turns = [name for name in self._ways if name not in self._rounds]
         self._rounds.update(zip(turns, compare([self._trial(name) for name in turns], self._clock), strict=True))
         return _least(self._times(), {name: len(bound.streams) for name, bound in self._bounds.items()})
@@ -210,10 +211,11 @@ class Trials:
 
     def _call(self, name: str) -> Callable[[], Any]:
         way = self._ways[name]
-        if self._pool is None:
+        if not self._is_captured:
             return lambda: way(list(self._given))
         if name not in self._replays:
-            way(list(self._given))  # before it is recorded, streams are made, kernels load, and libraries make their workspaces
+            if isinstance(way, Way):
+                way.warm_up(self._given)
             self._replays[name] = as_replay(self._pool, self._device, lambda: way(list(self._given)))
         return self._replays[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
@@ -34,13 +35,15 @@ class Way:
     seen to move are copied from then on, as all other inputs are. While nothing is recorded, Inductor's own callable runs.
     """
 
-    def __init__(self, region: Region, kernels: Kernels, bound: Bound, device: torch.device, is_trial: bool = False):
-        self._is_trial = is_trial
+    def __init__(self, region: Region, kernels: Kernels, bound: Bound, device: torch.device, trial: graphs.Pool | None = None):
+        """`trial`: memory for a way that is tried. What it takes is not the calls': recordings on other streams leave holes that others
+        cannot use."""
+        self._is_trial = trial is not None
         self._region, self._kernels, self._bound, self._device = region, kernels, bound, device
         settings = region.settings
         self._runtime, _, self._seed = settings.runtime.partition(":")
         is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
-        self._recordings = graphs.Recordings(region.name, device, settings.pool, settings.borrow) if is_recorded else None
+        self._recordings = graphs.Recordings(region.name, device, trial or settings.pool, settings.borrow) if is_recorded else None
         # of a backward's inputs that Inductor takes to stay where they are, some are saved tensors
         weights = region.static if settings.fixed_weights and not region.is_backward else ()
         names = self._names = [name for name, _ in bound.outputs]
@@ -50,9 +53,11 @@ class Way:
         returned = {r[0] for r in returns[:num_returned] if len(r) == 2}
         saved = [n for n, name in enumerate(names) if name not in returned]
         self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved)
-        # where the plan's outputs, each as a whole, are all that is returned: their numbers
-        is_plain = all(len(r) == 2 and r[1] is None and r[0] in names for r in returns)
-        self._order = [names.index(r[0]) for r in returns] if is_plain else None
+        # where the plan's outputs, each as a whole, and constants are all that is returned: their numbers
+        is_plain = all(len(r) == 1 or (r[1] is None and r[0] in names) for r in returns)
+        self._constants = [r[0] for r in returns if len(r) == 1]
+        behind = itertools.count(len(names))
+        self._order = [next(behind) if len(r) == 1 else names.index(r[0]) for r in returns] if is_plain else None
         inputs = [i for i, _ in self._kernels.inputs if i not in self._kernels.changed]
         static = set(region.static)
         # inputs that may move, and those that do
@@ -75,11 +80,17 @@ class Way:
         if not self._is_trial:
             self._region.settings.count_planned(self._bound.num_launches, 0)
         if self._order is not None:
-            results: Sequence[Any] = [outputs[i] for i in self._order]
+            all_of_them = [*outputs, *self._constants] if self._constants else outputs
+            results: Sequence[Any] = [all_of_them[i] for i in self._order]
         else:
             results = self._kernels.hand_out(args, dict(zip(self._names, outputs)))
         args.clear()
         return results
+
+    def warm_up(self, args: Sequence[Any]) -> None:
+        """Launch by launch: streams are made, kernels load, libraries make their workspaces. Nothing of it may happen in a capture."""
+        with torch.no_grad(), on(self._device):
+            self._issue(args)
 
     def _recorded(self, args: list[Any]) -> Sequence[torch.Tensor] | None:
         assert self._recordings is not None

@@ -11,6 +11,9 @@ wrapper runs as it is.
 3. Values that several kernels write disjoint slices of (a concatenation) have a piece per slice.
 4. Ops become units: functions that bind the wrapper's names to the tensors they are given, and run the statement as it stands.
 
+What an op takes or returns on the host and nobody looks at (the random state of an attention without dropout) is no value: a constant
+stands for it.
+
     buf5 = empty_strided_cuda((2, 24, 6, 6), ...)            value buf5
     buf3 = reinterpret_tensor(buf5, (2, 8, 6, 6), ..., 0)    piece buf5[0]
     triton_poi_fused_relu_1.run(buf0, buf3, 576, ...)        op triton_poi_fused_relu_1.7  reads buf0  writes buf5[0]
@@ -124,6 +127,8 @@ class _Kernel:
     touched: list[tuple[_Value, Place, str]] = field(default_factory=list)
     # the wrapper's names that it needs, and where they lie
     names: dict[str, tuple[_Value, Place]] = field(default_factory=dict)
+    # names that it takes and never looks at
+    idle: set[str] = field(default_factory=set)
     # what it allocates: (value, index into what is returned; None: all of it)
     made: list[tuple[_Value, int | None]] = field(default_factory=list)
 
@@ -136,6 +141,8 @@ class _Reader:
         self._scope, self._args, self._seen = scope, args, seen
         self._signatures = Signatures(tree, scope)
         self._numbers: dict[str, Any] = {}
+        # what stands for tensors of the host that nobody looks at
+        self._constants: dict[str, torch.Tensor] = {}
         self._setup: dict[str, str] = {}
         self._names: dict[str, _Name] = {}
         # id of a value -> the names that lie in its memory and can still be used
@@ -163,6 +170,10 @@ class _Reader:
             self._statement(s, statements[k + 1 :])
         returns = tuple(self._returned(out) for out in wrapper.outputs)
         outputs = {result[0] for result in returns if len(result) == 2}
+        touched = {id(value) for kernel in self._kernels for value, _, _ in kernel.touched}
+        unseen = {name for name in self._constants if name in wrapper.args and name not in outputs and id(self._value(name)) not in touched}
+        self._values = [value for value in self._values if value.name not in unseen]
+        inputs = [(i, arg) for i, arg in inputs if arg not in unseen]
         for value in self._values:
             if value.role == "temp" and value.name in outputs:
                 value.role = "output"
@@ -209,7 +220,8 @@ class _Reader:
             self._names[s.makes] = _Name(None, base, view, self._sizes(s.stride), self._number(s.offset), is_reuse)
             self._live[id(self._value(base))].add(s.makes)
         elif s.kind == "item":
-            if s.makes not in self._names and any(s.makes in r.uses for r in rest if r.kind not in ("free", "assert")):
+            is_known = s.makes in self._names or s.makes in self._constants
+            if not is_known and any(s.makes in r.uses for r in rest if r.kind not in ("free", "assert")):
                 raise NotUnderstood(f"{s.makes} is no tensor of its own")
         elif s.kind == "free":
             if s.uses[0] in self._names:
@@ -271,9 +283,10 @@ class _Reader:
             return (self._number(s.target),)
         name = s.uses[0]
         if name not in self._names:
-            if name not in self._numbers:
+            constant = self._numbers.get(name, self._constants.get(name))
+            if constant is None:
                 raise NotUnderstood(f"{name} is returned, and not known to be memory of its own")
-            return (self._numbers[name],)
+            return (constant,)
         value, place = self._resolve(name, READ)
         if s.shape is not None:
             place = Place(place.offset + self._number(s.offset), self._sizes(s.shape), self._sizes(s.stride))
@@ -284,27 +297,38 @@ class _Reader:
     def _kernel(self, s: Statement, rest: Sequence[Statement]) -> None:
         call = ast.parse(self._text(s.span), mode="eval").body
         assert isinstance(call, ast.Call)
-        is_tensor = dict.fromkeys(self._names, True)
+        is_tensor = dict.fromkeys((*self._names, *self._constants), True)
         effects: Effects
         if s.kind == "kernel":
             effects = self._signatures.kernel(call, s.target, is_tensor)
         else:
             effects = self._signatures.op(call, s.target, is_tensor)
-        kernel = _Kernel(s, s.target, effects.uses)
+        kernel = _Kernel(s, s.target, effects.uses, idle=self._idle(effects))
         # What is written first: it may decide that a name is a new value. What is read by another argument is not written without looking.
         read = {view_base(node) for node, mode in effects.tensors if mode != WRITE}
         for node, mode in sorted(effects.tensors, key=lambda t: t[1] != WRITE):
+            if view_base(node) in kernel.idle:
+                continue
             self._touch(kernel, node, BOTH if view_base(node) in read and mode == WRITE else mode)
         for name in s.uses:
-            if name not in kernel.names and name not in self._numbers and name not in self._setup:
+            if not any(name in known for known in (kernel.names, self._numbers, self._setup, kernel.idle)):
                 raise NotUnderstood(f"{s.target} uses {name} in a way that is not known")
         if s.kind == "own":
             if not self._signatures.makes_memory(s.target):
                 raise NotUnderstood(f"{s.target} may return memory that is not its own")
-            kernel.made = list(self._made(s, rest))
+            kernel.made = list(self._made(s, rest, effects.idle_results))
         if "wait_tensor" in s.target:
             kernel.touched += self._in_flight([value for value, _, _ in kernel.touched])
         self._kernels.append(kernel)
+
+    def _idle(self, effects: Effects) -> set[str]:
+        """Names of the host's tensors that a call takes and never looks at."""
+        found = {node.id for node in effects.idle if isinstance(node, ast.Name)}
+        for name in found & set(self._names):
+            value = self._value(name)
+            if value.geometry.device.type == "cpu" and value.role in ("input", "param"):
+                self._constants[name] = _nothing(value.geometry)
+        return found & set(self._constants)
 
     def _in_flight(self, awaited: Sequence[_Value]) -> list[tuple[_Value, Place, str]]:
         """What collectives read whose results are awaited: until then, that is nobody else's memory."""
@@ -316,6 +340,8 @@ class _Reader:
         return found
 
     def _touch(self, kernel: _Kernel, node: ast.expr, mode: str) -> None:
+        if view_base(node) not in self._names:
+            raise NotUnderstood(f"{kernel.target} reads {view_base(node)}, which means nothing")
         if isinstance(node, ast.Name):
             value, place = self._resolve(node.id, mode)
             kernel.names[node.id] = (value, place)
@@ -328,13 +354,16 @@ class _Reader:
             place = Place(base.offset + offset, tuple(shape), tuple(stride))
         kernel.touched.append((value, place, mode))
 
-    def _made(self, s: Statement, rest: Sequence[Statement]) -> Sequence[tuple[_Value, int | None]]:
+    def _made(self, s: Statement, rest: Sequence[Statement], idle: Sequence[int]) -> Sequence[tuple[_Value, int | None]]:
         if s.makes in self._seen:
             return [(self._bind_value(s.makes, self._seen[s.makes], "temp"), None)]
         made: list[tuple[_Value, int | None]] = []
         for item in rest:
             if item.kind == "item" and item.uses[0] == s.makes and item.makes in self._seen:
                 index = int(re.sub(r".*\[(\d+)\]$", r"\1", self._text(item.span)))
+                if index in idle and self._seen[item.makes].device.type == "cpu":
+                    self._constants[item.makes] = _nothing(self._seen[item.makes])
+                    continue
                 made.append((self._bind_value(item.makes, self._seen[item.makes], "temp"), index))
         return made
 
@@ -414,6 +443,8 @@ class _Reader:
                 lines.append(f"{used} = {self._numbers[used]!r}")
             elif used in self._setup:
                 lines.append(f"{used} = {self._setup[used]}")
+            elif used in kernel.idle:
+                lines.append(f"{used} = constants[{used!r}]")
         if s.kind == "own":
             lines.append(f"{s.makes} = {self._text(s.span)}")
             results = "".join(f"{s.makes}{'' if i is None else f'[{i}]'}, " for _, i in kernel.made)
@@ -422,7 +453,7 @@ class _Reader:
             lines += [self._text(s.span), "return ()"]
         source = "\n    ".join(["def kernel(args):", *lines])
         found: dict[str, Any] = {}
-        exec(compile(source, f"<{name}>", "exec"), dict(self._scope), found)  # noqa: S102 (Inductor's statement, its names bound)
+        exec(compile(source, f"<{name}>", "exec"), {**self._scope, "constants": self._constants}, found)  # noqa: S102 (Inductor's statement, its names bound)
         return Unit(found["kernel"], args, tuple(v.name for v, _ in kernel.made), frozenset(made), (name,))
 
     def _key(self, kernel: _Kernel) -> Any:
@@ -453,6 +484,10 @@ class _Reader:
     def _device(self, kind: str) -> torch.device:
         found = [a.device for a in self._args if isinstance(a, torch.Tensor) and a.device.type == kind]
         return found[0] if found else torch.device(kind)
+
+
+def _nothing(geometry: Geometry) -> torch.Tensor:
+    return torch.zeros(geometry.shape, dtype=geometry.dtype)
 
 
 class _AsTheyAre:

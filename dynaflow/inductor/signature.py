@@ -25,6 +25,8 @@ READ, WRITE, BOTH = "r", "w", "rw"
 _INDUCTORS_OWN = ("pointwise", "reduction", "persistent_reduction", "split_scan", "foreach", "cooperative_reduction", "template")
 # what templates of products and convolutions call what they read
 _OPERANDS = ("arg_A", "arg_B", "arg_X", "arg_W")
+# the random state of an attention, which it has for its dropout
+_RANDOM_STATE = ("philox_seed", "philox_offset")
 # ops that are launched on the caller's stream: they talk to other ranks, or wait for them
 _NETWORK = ("_c10d_functional", "c10d", "symm_mem", "_dtensor")
 
@@ -35,6 +37,9 @@ class Effects(NamedTuple):
     tensors: tuple[tuple[ast.expr, str], ...]
     # "rng": draws random numbers; "caller": code that we know nothing about, on the stream it expects
     uses: tuple[str, ...] = ()
+    # those of the tensors that it takes and never looks at; and results, by their numbers, that mean nothing
+    idle: tuple[ast.expr, ...] = ()
+    idle_results: tuple[int, ...] = ()
 
 
 class Signatures:
@@ -78,7 +83,12 @@ class Signatures:
             raise NotUnderstood(f"{target} does not take these arguments")
         is_network = overload.namespace in _NETWORK
         tensors = tuple((t, BOTH if is_network else modes.get(str(name), BOTH)) for name, arg in bound for t in _tensors(arg, is_tensor))
-        return Effects((*tensors, *written), self._uses(overload, {str(name): arg for name, arg in bound}))
+        by_name = {str(name): arg for name, arg in bound}
+        idle, idle_results = (), ()
+        if "attention" in overload.name() and _chance(overload, by_name) == 0:
+            idle = tuple(t for name in _RANDOM_STATE if name in by_name for t in _tensors(by_name[name], is_tensor))
+            idle_results = tuple(i for i, r in enumerate(overload._schema.returns) if r.name in _RANDOM_STATE)
+        return Effects((*tensors, *written), self._uses(overload, by_name), idle, idle_results)
 
     def makes_memory(self, target: str) -> bool:
         """Whether what the call returns is memory of its own."""
@@ -103,10 +113,14 @@ class Signatures:
         if torch.Tag.nondeterministic_seeded not in overload.tags:
             return ()
         # attention draws only for its dropout
-        default = next((a.default_value for a in overload._schema.arguments if a.name == "dropout_p"), None)
-        chance = bound.get("dropout_p")
-        given = default if chance is None else chance.value if isinstance(chance, ast.Constant) else None
-        return () if "attention" in overload.name() and given == 0 else ("rng", "caller")
+        return () if "attention" in overload.name() and _chance(overload, bound) == 0 else ("rng", "caller")
+
+
+def _chance(overload: torch._ops.OpOverload, bound: Mapping[str, ast.expr]) -> Any:
+    """Of dropout; None where it is not known."""
+    default = next((a.default_value for a in overload._schema.arguments if a.name == "dropout_p"), None)
+    chance = bound.get("dropout_p")
+    return default if chance is None else chance.value if isinstance(chance, ast.Constant) else None
 
 
 def _modes(call: ast.Call) -> list[str | None] | None:

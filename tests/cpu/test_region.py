@@ -556,7 +556,7 @@ def test_a_chain_is_not_tried(in_captures, monkeypatch):
 
 def test_all_ways_are_tried_as_recordings(in_captures, monkeypatch):
     """Inductor's own too: in somebody else's CUDA Graph its launches cost nothing."""
-    recorded, ran = [], []
+    recorded, ran, warm = [], [], []
 
     class Recorder:
         def __init__(self, pool, device):
@@ -582,16 +582,24 @@ def test_all_ways_are_tried_as_recordings(in_captures, monkeypatch):
 
     def as_on_cuda(self, *args):
         start(self, *args)
-        self._pool = object()
+        self._is_captured = True
+
+    issue = trials.Way.warm_up
+
+    def warm_up(self, args):
+        warm.append(len(recorded))
+        issue(self, args)
 
     monkeypatch.setattr(graphs, "CudaRecorder", Recorder)
     for name, value in {"compare": compare, "bound_us": lambda *_: 1.0, "NUM_NEIGHBOURS": 0}.items():
         monkeypatch.setattr(trials, name, value)
     monkeypatch.setattr(trials.Trials, "__init__", as_on_cuda)
+    monkeypatch.setattr(trials.Way, "warm_up", warm_up)
     fast, x = compiled(Towers(), "threads", "auto"), torch.randn(4, 8)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), fast(x))
     (case,) = in_captures().values()
     num_ways = len(case.choice.times_us) - 1
     assert case.choice.plan and num_ways > 2
+    assert warm == list(range(1, num_ways)), "none of ours is recorded before it ran"
     assert recorded == ["begin"] * num_ways and len(ran) == 2 * num_ways + 4, "each is recorded once"

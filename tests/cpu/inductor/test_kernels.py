@@ -187,6 +187,53 @@ def test_a_result_that_was_not_seen_is_not_guessed_at():
         read(ATTENTION.format(dropout=""), Q)
 
 
+STATE = Geometry((), (), torch.int64, torch.device("cpu"))
+FORWARD = """
+    buf0 = torch.ops.aten._scaled_dot_product_efficient_attention.default(arg0_1, arg0_1, arg0_1, None, False{dropout})
+    buf1 = buf0[0]
+    buf2 = buf0[2]
+    buf3 = buf0[3]
+    del buf0
+    {use}
+    return (buf1, buf2, buf3, )
+"""
+BACKWARD = """
+    buf0 = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(arg0_1, arg0_1, arg0_1, arg0_1, None, arg0_1, arg0_1,
+        arg1_1, arg2_1, {dropout}, [True, False, False, False])
+    buf1 = buf0[0]
+    del buf0
+    {use}
+    return (buf1, )
+"""
+
+
+def test_the_random_state_of_no_dropout_is_a_constant():
+    """It lies on the host, where no recording may read it; and nobody does."""
+    made = read(FORWARD.format(dropout="", use=""), Q, seen=SEEN | {"buf2": STATE, "buf3": STATE})
+    assert made.flow.outputs == ("buf1",) and made.allocated == {"buf1"} and [v.name for v in made.flow.values] == ["arg0_1", "buf1"]
+    out, seed, offset = made.hand_out([Q], {"buf1": Q})
+    assert out is Q and seed.dtype == torch.int64 and seed.shape == offset.shape == () and seed is not offset
+    state = torch.tensor(7)
+    back = read(BACKWARD.format(dropout="0.0", use=""), Q, state, state, seen=SEEN)
+    assert touched(back) == [(back.flow.ops[0].name, ("arg0_1",), ("buf1",), ())] and back.inputs == ((0, "arg0_1"),)
+    assert back.program.units[back.flow.ops[0].name].args == ("arg0_1",)
+
+
+def test_the_random_state_of_dropout_is_a_value():
+    made = read(FORWARD.format(dropout=", 0.5", use=""), Q, seen=SEEN | {"buf2": STATE, "buf3": STATE})
+    assert made.flow.outputs == ("buf1", "buf2", "buf3")
+    back = read(BACKWARD.format(dropout="0.5", use=""), Q, torch.tensor(7), torch.tensor(8), seen=SEEN)
+    assert back.inputs == ((0, "arg0_1"), (1, "arg1_1"), (2, "arg2_1")) and back.flow.ops[0].reads == ("arg0_1", "arg1_1", "arg2_1")
+
+
+def test_a_random_state_that_somebody_looks_at():
+    with pytest.raises(NotUnderstood, match="means nothing"):
+        read(FORWARD.format(dropout="", use="buf4 = torch.ops.aten.neg.default(buf2)"), Q, seen=SEEN | {"buf2": STATE, "buf3": STATE})
+    back = read(BACKWARD.format(dropout="0.0", use="buf2 = torch.ops.aten.neg.default(arg1_1)"), Q, torch.tensor(7), torch.tensor(8),
+                seen=SEEN | {"buf2": STATE})  # fmt: skip
+    assert back.inputs == ((0, "arg0_1"), (1, "arg1_1")) and [op.reads for op in back.flow.ops] == [("arg0_1",), ("arg1_1",)]
+
+
 @pytest.mark.parametrize("body, why", [
     ("u0 = arg0_1.item()\nreturn (arg0_1, )", "item"),
     ("buf0 = torch.ops.aten.view.default(arg0_1, [32])\nreturn (buf0, )", "not its own"),
