@@ -1,7 +1,8 @@
 """Time to the first result, in fresh processes with fresh caches on disk.
 
-A child builds the model and runs it once eagerly (libraries load), then times: compile, first call, synchronise. Cold: the caches'
-folder is empty. Warm: the same folder again, in a new process.
+A child builds the model and runs it once eagerly (libraries load), waits until it is its turn, then times: compile, first call,
+synchronise. Cold: the caches' folder is empty. Warm: the same folder again, in a new process. Children start side by side, and what is
+timed has the machine to itself, or with those that it is compared to.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import turn
 from benchmarks.cases import Call, Case
 from benchmarks.store import ROOT, Result
 from benchmarks.variants import Builder, NotAvailable
+
+# where a child waits for its turn
+PLACE = "DYNAFLOW_BENCHMARKS_TURN"
 
 
 def command(suite: str, wish: Mapping[str, Any]) -> list[str]:
@@ -33,34 +37,72 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONFAULTHANDLER": "1", **more}
 
 
-def child(suite: str, wish: Mapping[str, Any], caches: Path) -> Result:
-    """A fresh process over these caches; what its last line says."""
-    places = {name: str(caches / sub) for name, sub in (
-        ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"),
-        ("CUDA_CACHE_PATH", "cuda"), ("DYNAFLOW_DIR", "dynaflow"))}  # fmt: skip
-    began = time.perf_counter()
-    done = subprocess.run(command(suite, wish), cwd=ROOT, capture_output=True, text=True, env=environment(**places))
-    wall_s = round(time.perf_counter() - began, 2)
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    try:
-        result = json.loads(last)
-    except json.JSONDecodeError:
-        result = {"note": f"child failed ({done.returncode}): {done.stderr.strip()[-300:]}"}
-    print(f"    {wish['row']}, {wish['variant']}: {result.get('first_s', result.get('note'))} (process {wall_s} s)", flush=True)
-    size = sum(f.stat().st_size for f in caches.rglob("*") if f.is_file()) if caches.exists() else 0
-    return {**result, "process_s": wall_s, "cache_mib": round(size / 2**20, 1)}
+class Child:
+    """A fresh process over these caches. It is ready when all is loaded, and begins when it is let."""
+
+    def __init__(self, suite: str, wish: Mapping[str, Any], caches: Path, place: Path):
+        """`place`: a name for files, the child's alone."""
+        places = {name: str(caches / sub) for name, sub in (
+            ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"),
+            ("CUDA_CACHE_PATH", "cuda"), ("DYNAFLOW_DIR", "dynaflow"))}  # fmt: skip
+        self._wish, self._caches, self._place = wish, caches, place
+        self._began = time.perf_counter()
+        with place.with_suffix(".out").open("w") as out, place.with_suffix(".err").open("w") as err:
+            self._process = subprocess.Popen(
+                command(suite, wish), cwd=ROOT, stdout=out, stderr=err, env=environment(**places, **{PLACE: str(place)}))
+
+    def await_ready(self) -> None:
+        while not turn.ready(self._place).exists() and self._process.poll() is None:
+            time.sleep(turn.POLL_S)
+
+    def begin(self) -> None:
+        turn.given(self._place).touch()
+
+    def result(self) -> Result:
+        """What its last line says."""
+        status = self._process.wait()
+        wall_s = round(time.perf_counter() - self._began, 2)
+        last = (self._place.with_suffix(".out").read_text().strip().splitlines() or [""])[-1]
+        try:
+            result = json.loads(last)
+        except json.JSONDecodeError:
+            result = {"note": f"child failed ({status}): {self._place.with_suffix('.err').read_text().strip()[-300:]}"}
+        wish = self._wish
+        print(f"    {wish['row']}, {wish['variant']}: {result.get('first_s', result.get('note'))} (process {wall_s} s)", flush=True)
+        size = sum(f.stat().st_size for f in self._caches.rglob("*") if f.is_file()) if self._caches.exists() else 0
+        return {**result, "process_s": wall_s, "cache_mib": round(size / 2**20, 1)}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
-def cold_and_warm(names: Sequence[str], start: Callable[[str, Path], Result]) -> dict[str, Result]:
-    """variant -> {"cold": ..., "warm": ...}; `start(variant, caches)` runs a child. Variants run side by side: what disturbs one
-    disturbs all."""
-    found: dict[str, Result] = {name: {} for name in names}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
-        caches = [Path(folder) / name.replace(" ", "-") for name in names]
-        for when in ("cold", "warm"):
-            for name, result in zip(names, pool.map(start, names, caches)):
-                found[name][when] = result
-    return found
+def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]]) -> list[list[Result]]:
+    """(suite, wish, caches) of children, turn by turn: those of a turn begin together, when all of the turn before are over."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [[Child(*wanted, Path(folder) / f"{i}-{j}") for j, wanted in enumerate(each)] for i, each in enumerate(turns)]
+        try:
+            for each in children:
+                for child in each:
+                    child.await_ready()
+            found = []
+            for each in children:
+                for child in each:
+                    child.begin()
+                found.append([child.result() for child in each])
+            return found
+        finally:
+            for each in children:
+                for child in each:
+                    child.end()
+
+
+def cold_and_warm(suite: str, wishes: Mapping[str, Mapping[str, Any]]) -> dict[str, Result]:
+    """variant -> its child's wish to variant -> {"cold": ..., "warm": ...}. Variants run side by side: what disturbs one disturbs all."""
+    with tempfile.TemporaryDirectory() as folder:
+        each = [(suite, wish, Path(folder) / name.replace(" ", "-")) for name, wish in wishes.items()]
+        cold, warm = in_turns([each, each])
+    return {name: {"cold": c, "warm": w} for name, c, w in zip(wishes, cold, warm)}
 
 
 def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: str) -> None:
@@ -68,6 +110,7 @@ def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: s
     sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     case.run(case.sets[0])
     sync()
+    _await_turn()
     seconds = []
     try:
         began = time.perf_counter()
@@ -81,3 +124,9 @@ def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: s
         print(json.dumps({"note": str(error)}))
         return
     print(json.dumps({"first_s": seconds[0], "third_s": seconds[2]}))
+
+
+def _await_turn() -> None:
+    if PLACE in os.environ:
+        turn.expect(os.environ[PLACE], tunes_alone=False)
+        turn.take()

@@ -31,11 +31,12 @@ def given(place: Path) -> Path:
     return place.with_suffix(".turn")
 
 
-def expect(place: str) -> None:
+def expect(place: str, tunes_alone: bool = True) -> None:
     """Inside a process that others run beside: turns are given out at this place. Without one, `take` does not wait."""
     global _place
     _place = Path(place) if place else None
-    _tune_alone()
+    if tunes_alone:
+        _tune_alone()
 
 
 def take() -> None:

@@ -25,7 +25,7 @@ LAYERED = "per layer, two streams"
 
 def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], variants: tuple[str, ...] = ()) -> Result:
     names = [n for n in variants or (COMPILE, OURS, SPLITS[2][0]) if n in (OURS, COMPILE) or row.batch >= 2]
-    found = fresh.cold_and_warm(names, lambda name, caches: _child(row.name, name, tiny, device, options, caches))
+    found = fresh.cold_and_warm("backend", {name: _wish(row.name, name, tiny, device, options) for name in names})
     targets = []
     for name in names[1:]:
         for when in ("cold", "warm"):
@@ -38,12 +38,12 @@ def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], va
 
 def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
     """4 and 32 equal layers, a plan cut per layer, cold. Dynamo's own part (a backend that does nothing) is measured and taken off."""
-    found: dict[str, Result] = {}
+    wanted = [(count, name) for count in (FEW, MANY) for name in (LAYERED, GUARDS)]
     with tempfile.TemporaryDirectory() as folder:
-        for count in (FEW, MANY):  # not side by side: the longer one would be alone at its end
-            for name in (LAYERED, GUARDS):
-                caches = Path(folder) / f"{count}-{name.replace(' ', '-')}"
-                found[f"{count} layers, {name}"] = _child(f"layers {count}", name, tiny, device, options, caches)
+        # each alone: of two side by side, the longer one would be alone at its end
+        turns = [[("backend", _wish(f"layers {count}", name, tiny, device, options), Path(folder) / f"{count}-{name.replace(' ', '-')}")]
+                 for count, name in wanted]  # fmt: skip
+        found = {f"{count} layers, {name}": result for (count, name), (result,) in zip(wanted, fresh.in_turns(turns))}
     seconds = {key: child.get("first_s") for key, child in found.items()}
     value = whole = None
     if None not in seconds.values():
@@ -55,9 +55,8 @@ def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:
     return {"repetitions": 1, "first": found, "ratio_with_dynamo": whole and round(whole, 3), "targets": targets}
 
 
-def _child(row: str, variant: str, tiny: bool, device: str, options: dict[str, Any], caches: Path) -> Result:
-    wish = {"row": row, "variant": variant, "tiny": tiny, "device": device, "options": options}
-    return fresh.child("backend", wish, caches)
+def _wish(row: str, variant: str, tiny: bool, device: str, options: dict[str, Any]) -> Result:
+    return {"row": row, "variant": variant, "tiny": tiny, "device": device, "options": options}
 
 
 def run_child(wish: Result) -> None:

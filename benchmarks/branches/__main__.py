@@ -83,12 +83,9 @@ class Suite(runner.Shard):
             if self.left_s() < 4 * runner.MIN_ROW_S:
                 self.not_run.append(f"first: {row.name}")
                 continue
-
-            def start(name: str, caches: Path) -> Any:
-                return fresh.child("branches", self._wish() | {"phase": "first", "row": row.name, "variant": name}, caches)
-
+            wishes = {name: self._wish() | {"phase": "first", "row": row.name, "variant": name} for name in (COMPILE, OURS)}
             with turn.sharing():
-                found = {"repetitions": 1, "first": fresh.cold_and_warm((COMPILE, OURS), start), "against": COMPILE}
+                found = {"repetitions": 1, "first": fresh.cold_and_warm("branches", wishes), "against": COMPILE}
             config = report.config(row, self.args.tiny, self.args.options)
             new = stamped(row.name, "first", config, found, self.made_by, self.args.device)
             report.save(self.args.json, report.merged(load(self.args.json), [new]))

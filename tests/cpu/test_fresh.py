@@ -1,0 +1,47 @@
+"""Fresh processes that are timed in turns."""
+
+import json
+import sys
+
+from benchmarks import fresh
+
+CHILD = """
+import json, os, sys, time
+from pathlib import Path
+from benchmarks import turn
+name, log = sys.argv[1:]
+if name == "broken":
+    sys.exit("no such model")
+turn.expect(os.environ["DYNAFLOW_BENCHMARKS_TURN"], tunes_alone=False)
+turn.take()
+with open(log, "a") as file:
+    print("begin", file=file, flush=True)
+time.sleep(0.3)
+with open(log, "a") as file:
+    print("end", file=file, flush=True)
+cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+is_warm = cache.exists()
+cache.mkdir(parents=True, exist_ok=True)
+print(json.dumps({"first_s": 1.0, "is_warm": is_warm}))
+"""
+
+
+def children(monkeypatch, log):
+    monkeypatch.setattr(fresh, "command", lambda suite, wish: [sys.executable, "-c", CHILD, wish["variant"], str(log)])
+    return {name: {"row": "toy", "variant": name} for name in ("theirs", "ours")}
+
+
+def test_those_of_a_turn_begin_together_and_after_the_turn_before(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    found = fresh.cold_and_warm("toy", children(monkeypatch, log))
+    assert {name: [each[when]["is_warm"] for when in ("cold", "warm")] for name, each in found.items()} == {
+        "theirs": [False, True], "ours": [False, True]}  # fmt: skip
+    words = log.read_text().split()
+    assert words[:4].count("end") == words[4:].count("end") == 2, "nothing is timed beside another turn"
+
+
+def test_a_child_that_fails_says_why(monkeypatch, tmp_path):
+    wishes = children(monkeypatch, tmp_path / "log") | {"broken": {"row": "toy", "variant": "broken"}}
+    found = fresh.cold_and_warm("toy", wishes)
+    assert "no such model" in found["broken"]["cold"]["note"] and found["ours"]["warm"]["first_s"] == 1.0
+    assert json.dumps(found)
