@@ -6,6 +6,7 @@ A process that is ended keeps what it has written. What was not run, ended or fa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -27,6 +28,8 @@ from benchmarks.variants import NOT_MEASURED
 
 # with less than this left no process is started: it would not get past its imports and its model
 MIN_ROW_S = 20.0
+# a process that waits for its turn for so long does not wait for others to load: these are held meanwhile
+PATIENCE_S = 60.0
 TAIL_LINES = 12
 
 
@@ -67,24 +70,46 @@ class _Running:
     # where turns are given out
     place: Path
     began: float = field(default_factory=time.perf_counter)
-    # what it did until it was ready, without what it waited for
+    # what it did until it was ready, without what it waited for; when that was
     loaded_s: float | None = None
+    ready_at: float | None = None
     turn_began: float | None = None
+    # since when it is held
+    held_at: float | None = None
 
     def seconds(self) -> float:
-        """At work: what it waited for its turn does not count."""
+        """At work: what it waited for its turn, and for others', does not count."""
         now = time.perf_counter()
         if self.turn_began is not None:
             return (self.loaded_s or 0.0) + now - self.turn_began
-        return now - self.began if self.loaded_s is None else self.loaded_s
+        return (self.held_at or now) - self.began if self.loaded_s is None else self.loaded_s
 
     def look(self) -> None:
         if self.loaded_s is None and turn.ready(self.place).exists():
-            self.loaded_s = time.perf_counter() - self.began
+            self.loaded_s = self.seconds()
+            self.ready_at = time.perf_counter()
+
+    def is_ready(self) -> bool:
+        return self.loaded_s is not None and self.turn_began is None
+
+    def waited_s(self) -> float:
+        return time.perf_counter() - self.ready_at if self.ready_at is not None else 0.0
 
     def give_turn(self) -> None:
         self.turn_began = time.perf_counter()
         turn.given(self.place).touch()
+
+    def hold(self) -> None:
+        """With its compile workers."""
+        if self.held_at is None:
+            self.held_at = time.perf_counter()
+            _signal(self.process, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        if self.held_at is not None:
+            self.began += time.perf_counter() - self.held_at
+            self.held_at = None
+            _signal(self.process, signal.SIGCONT)
 
 
 def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_limit_s: float,
@@ -92,7 +117,7 @@ def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_l
     """A Done for each job as it ends, the job itself where it was not started. `seconds_left()` is asked before every start.
 
     In turns: the processes of a wave load side by side, wait (`turn.take`), and go on one after another, each alone; those that never
-    ask for their turn end first. The next wave begins when the last one has ended.
+    ask for their turn end first, or are held for as long as others have theirs. The next wave begins when the last one has ended.
     """
     waiting, running, machine = list(jobs), list[_Running](), turn.Machine()
     is_shared = False
@@ -118,13 +143,28 @@ def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_l
                     if (done := _ended(each, row_limit_s, seconds_left())) is not None:
                         running.remove(each)
                         yield done
-                if running and all(each.loaded_s is not None and each.turn_began is None for each in running) and machine.try_own():
-                    running[0].give_turn()
+                if running and not any(each.turn_began is not None for each in running):
+                    _next_turn(running, machine)
                 time.sleep(0.05)
         finally:
             machine.leave()
             for each in running:
                 _end(each.process)
+
+
+def _next_turn(running: Sequence[_Running], machine: turn.Machine) -> None:
+    """To the first that is ready, when all are, or when one has waited for long enough; those that load are held meanwhile."""
+    ready, loading = [each for each in running if each.is_ready()], [each for each in running if not each.is_ready()]
+    is_time = bool(ready) and (not loading or max(each.waited_s() for each in ready) >= PATIENCE_S)
+    if is_time and machine.try_own():
+        with turn.nobody_tunes() as is_quiet:  # a lock that somebody holds who is held himself, nobody would get
+            if is_quiet:
+                for each in loading:
+                    each.hold()
+                ready[0].give_turn()
+    elif not ready and any(each.held_at is not None for each in loading) and machine.try_share():
+        for each in loading:
+            each.go_on()
 
 
 def _start(suite: str, job: Job, folder: Path, threads: dict[str, str], in_turns: bool) -> _Running:
@@ -154,11 +194,13 @@ def _ended(each: _Running, limit_s: float, seconds_left: float) -> Done | None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and its own workers: it has a session of its own."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    _signal(process, signal.SIGKILL)
     process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, what)
 
 
 def add_options(parser: argparse.ArgumentParser, report: Any) -> None:

@@ -103,6 +103,18 @@ def _alone() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def nobody_tunes() -> Iterator[bool]:
+    """Whether nobody does; then nobody begins to, either."""
+    with LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def _tune_alone() -> None:
     """Inductor times what it may choose among through these."""
     from torch._inductor.runtime import benchmarking

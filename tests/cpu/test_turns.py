@@ -24,7 +24,10 @@ def say(what):
     with log.open("a") as f:
         f.write(f"{what} {wish['row']}\\n")
 say("load")
-time.sleep(0.2)
+for _ in range(15 if wish["row"] == "slow" else 1):
+    time.sleep(0.2)
+    if wish["row"] == "slow":
+        say("loading")
 if wish["row"] == "fails":
     sys.exit(1)
 turn.take()
@@ -55,6 +58,22 @@ def test_a_wave_loads_side_by_side_and_is_timed_one_after_another(tmp_path, monk
     assert {d.row for d in done} == {"a", "b", "c"} and all(d.rc == 0 for d in done)
     assert sorted(log[:2]) == ["load a", "load b"]
     assert log[2:] == ["begin a", "end a", "begin b", "end b", "load c", "begin c", "end c"]
+
+
+@pytest.mark.parametrize("patience", [0.5, 60.0])
+def test_who_has_waited_long_enough_waits_for_nobody(tmp_path, monkeypatch, patience):
+    monkeypatch.setattr(runner, "PATIENCE_S", patience)
+    done, log = _run(tmp_path, monkeypatch, ["slow", "a", "b"], 3)
+    assert {d.row for d in done} == {"slow", "a", "b"} and all(d.rc == 0 for d in done)
+    short = [line for line in log if line.split()[1] != "slow"]
+    assert short[2:] == ["begin a", "end a", "begin b", "end b"]
+    turns = log[log.index("begin a") : log.index("end b") + 1]
+    assert "loading slow" not in turns, "who loads is held while others are timed"
+    num_before = log[: log.index("begin a")].count("loading slow")
+    assert num_before == 15 if patience > 1 else num_before < 15
+    assert log[-2:] == (["begin slow", "end slow"] if patience < 1 else ["begin b", "end b"])
+    (slow,) = [d for d in done if d.row == "slow"]
+    assert slow.seconds > 3, "what it did before it was held counts, too"
 
 
 def test_without_turns_nobody_waits(tmp_path, monkeypatch):
