@@ -84,7 +84,8 @@ class Signatures:
         is_network = overload.namespace in _NETWORK
         tensors = tuple((t, BOTH if is_network else modes.get(str(name), BOTH)) for name, arg in bound for t in _tensors(arg, is_tensor))
         by_name = {str(name): arg for name, arg in bound}
-        idle, idle_results = (), ()
+        idle: tuple[ast.expr, ...] = ()
+        idle_results: tuple[int, ...] = ()
         if "attention" in overload.name() and _chance(overload, by_name) == 0:
             idle = tuple(t for name in _RANDOM_STATE if name in by_name for t in _tensors(by_name[name], is_tensor))
             idle_results = tuple(i for i, r in enumerate(overload._schema.returns) if r.name in _RANDOM_STATE)
