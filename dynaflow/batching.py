@@ -5,7 +5,7 @@ guard, none of the given fakes. Where it is not sure, a node is unsplittable. Wh
 [lo, hi) of its batch-carrying inputs, with the batch symbols bound to hi - lo, a node gives exactly rows [lo, hi) of its
 batch-carrying outputs; its other outputs do not depend on the batch, unless they come from a node that ran over all of it.
 
- 1. Walk: the graph is interpreted over fake tensors, one node after the other.
+ 1. Walk: the graph is interpreted over fake tensors, one node after the other; what repeats (`repeats.py`) is not run again.
  2. Listen: a dispatch mode sees every op that a node comes down to. Composite ops are looked through.
  3. Touch: from the op's schema and from the identity of storages, what it reads, writes and makes.
  4. Judge: `batch_rules.judge` says whether the op treats rows alike. A node may be split if all its ops may.
@@ -15,7 +15,7 @@ batch-carrying outputs; its other outputs do not depend on the batch, unless the
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 from unittest import mock
 
@@ -32,6 +32,8 @@ from torch.utils.flop_counter import flop_registry
 
 from dynaflow.batch_rules import Call, Sizes, find, groups, register_split_rule, rowwise, tensors_in
 from dynaflow.batch_rules.judge import Memory, is_random, judge, storage_key, survives
+from dynaflow.batch_rules.table import is_users
+from dynaflow.repeats import Repeats, Signature
 
 __all__ = ["Facts", "NodeFacts", "analyse", "register_split_rule", "rowwise"]
 
@@ -42,6 +44,9 @@ _DROPOUT = {torch.nn.functional.dropout, torch.dropout}
 
 # ops that ask for something other than data
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+
+# ops that change a tensor's shape in place, beside those that are tagged as such
+_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
 
 _ASSERTS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 
@@ -84,7 +89,9 @@ class Facts:
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: Iterable[sympy.Symbol]) -> Facts:
     """`inputs` are the fakes of the placeholders, `axes` says which of them carry the batch and where, and `symbols` are all
     the symbols that mean the batch size. Placeholders that are not in `axes` carry the batch where their shape says so."""
-    fake_mode = detect_fake_mode(list(inputs)) or FakeTensorMode()
+    # the mode that Dynamo traced in, where its fakes are from: for its backends it has a new one
+    traced = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    fake_mode = traced or detect_fake_mode(list(inputs)) or FakeTensorMode()
     shape_env = fake_mode.shape_env
     listener = _Listener(Sizes(symbols, shape_env))
     with contextlib.ExitStack() as stack:
@@ -117,10 +124,14 @@ class _Walk(fx.Interpreter):
         self.axis_of: dict[fx.Node, Any] = {}
         # functorch transforms that are open
         self.transforms: list[str] = []
+        self.repeats = Repeats(fake_mode, listener.memory)
 
     def run_node(self, node: fx.Node) -> Any:
         heard = self.listener.start()
         reason = self._transform(node)
+        signature = self.repeats.signature(node, self.env_of) if not reason else None
+        if signature is not None and self._repeat(node, signature):
+            return self.env_of[node]
         try:
             value = super().run_node(node)
             if "unbacked_bindings" in node.meta:  # sizes that depend on data: by the symbols that Dynamo knows them by
@@ -135,10 +146,32 @@ class _Walk(fx.Interpreter):
             reason = reason or f"checks the batch size ({node.name})"
         if node.op == "placeholder":
             self._check_axis(node, value)
+        if heard.calls and (reason or heard.is_special):
+            signature = None  # what it did says nothing of others
+        if signature is not None and heard.calls:
+            self.listener.keep(value)
+            value = self.repeats.borrowed(signature, node, value)
         self.facts[node] = self.listener.finish(heard, node.op, reason, value)
         self.env_of[node] = value
         self.axis_of[node] = pytree.tree_map(self.listener.axis, value)
+        if signature is not None and heard.calls:
+            self.repeats.add(signature, self.facts[node], value, self.axis_of[node])
+        elif heard.is_reshaped or (not heard.calls and not _is_data(value)):
+            self.repeats.begin_anew(node)
         return value
+
+    def _repeat(self, node: fx.Node, signature: Signature) -> bool:
+        """Whether an equal node was run before; then this one does the same."""
+        found = self.repeats.find(signature, node)
+        if found is None:
+            return False
+        known, value = found
+        self.env_of[node], self.axis_of[node] = value, known.axis
+        storages = [self.listener.memory.ids[key] for key in signature.storages]
+        self.facts[node] = replace(
+            known.facts, reads=frozenset(storages[i] for i in known.reads), writes=frozenset(storages[i] for i in known.writes),
+            makes=self.listener.number(value, known.carriers))  # fmt: skip
+        return True
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _DROPOUT and args and not kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)):
@@ -207,6 +240,10 @@ class _Heard:
         # results of `all` that were asserted: the rows of every part pass if all rows do
         self.asserted: list[torch.Tensor] = []
         self.macs = 0
+        # a user's rule was asked, a body was not seen, or what was asserted is remembered by its tensors
+        self.is_special = False
+        # some tensor's shape was changed in place
+        self.is_reshaped = False
 
 
 class _Listener(TorchDispatchMode):
@@ -235,6 +272,8 @@ class _Listener(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_op = isinstance(func, torch._ops.OpOverload)
+        if is_op and (torch.Tag.inplace_view in func.tags or func._schema.name in _RESIZES):
+            self._heard.is_special = self._heard.is_reshaped = True
         if is_op and (func.namespace == "prim" or func._schema.name in _ASKS):
             return func(*args, **kwargs)
         if is_op and _only_restrides(func, args, self.sizes):
@@ -268,6 +307,7 @@ class _Listener(TorchDispatchMode):
         heard.read.update(storage_key(t) for t in call.tensors)
         heard.written.update(storage_key(t) for t in call.written)
         entry = find(call.func)
+        heard.is_special = heard.is_special or call.is_opaque or call.func in _ASSERTS or is_users(call.func)
         is_told = entry is not None and entry.uses is not None
         heard.uses.update(dict.fromkeys(entry.uses(call) if is_told else groups(call.arguments)))  # type: ignore[union-attr, misc]
         if is_random(call) or call.is_opaque:
@@ -290,6 +330,18 @@ class _Listener(TorchDispatchMode):
             return evaluate(sym_node, *args, **kwargs)
 
         return evaluate_and_note
+
+    def number(self, value: Any, carriers: Sequence[bool]) -> frozenset[int]:
+        """Take note of what a node that was not run returns; the numbers of its new storages."""
+        self.keep(value)
+        ids, made = self.memory.ids, []
+        for tensor, is_carrier in zip(tensors_in(value), carriers):
+            key = storage_key(tensor)
+            if key not in ids:
+                made.append(ids.setdefault(key, len(ids)))
+            if is_carrier:
+                self.memory.with_batch.add(key)
+        return frozenset(made)
 
     def finish(self, heard: _Heard, op: str, reason: str, value: Any) -> NodeFacts:
         self.keep(value)
@@ -356,6 +408,12 @@ def _is_inplace(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
     is_call = node.op in ("call_function", "call_method", "call_module")
     return is_call and (name.endswith("_") or name in ("setitem", "iadd", "imul", "isub", "itruediv") or "out" in node.kwargs)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is made of tensors and numbers."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(x, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves)
 
 
 def _holds(tensors: Iterable[Any], wanted: Iterable[torch.Tensor]) -> bool:

@@ -55,6 +55,8 @@ class Sources:
         self.alias: dict[fx.Node, fx.Node] = {}
         # autocast regions around a node, outermost first
         self.brackets: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        # storages that some node changes
+        self.written = frozenset().union(*(info.writes for info in facts.nodes.values()))
         open_brackets: list[fx.Node] = []
         for node in graph.nodes:
             self.kind[node] = self._kind(node)
@@ -201,8 +203,7 @@ class Sources:
         copies = {"aten.clone.default", "aten._to_copy.default"} & set(info.calls)
         if not copies or not isinstance(result, torch.Tensor) or node.target in ("clone", torch.clone):
             return False
-        touched = info.reads | {self.facts.storage(result)}
-        return any(touched & other.writes for other in self.facts.nodes.values())
+        return not self.written.isdisjoint(info.reads | {self.facts.storage(result)})
 
     def is_parameter(self, node: fx.Node) -> bool:
         return self.kind[node] == "input" and not self.carries_batch(node)

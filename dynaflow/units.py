@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence
 import sympy
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -151,8 +152,7 @@ class _UnitGraph:
 
     def _placeholder(self, arg: str | Expr) -> fx.Node:
         if arg not in self.args:
-            last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), self.graph._root)
-            with self.graph.inserting_after(last):
+            with self.graph.inserting_after(next(reversed(self.args.values()), self.graph._root)):
                 self.args[arg] = self.graph.placeholder(f"arg{len(self.args)}")
         return self.args[arg]
 
@@ -160,7 +160,8 @@ class _UnitGraph:
         self._switch(())
         self.graph.output(tuple(outputs))
         self.graph.lint()
-        return fx.GraphModule(root, self.graph, class_name=re.sub(r"\W", "_", label) or "unit")
+        # most units are compiled by others, and never called: their code is written when they are
+        return _LazyGraphModule(root, self.graph, class_name=re.sub(r"\W", "_", label) or "unit")
 
     def export(self, key: Key) -> fx.Node:
         result = self.env[key[0]]
@@ -217,6 +218,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         into = fetch_into if [facts.nodes[n].calls for n in group.nodes] == [(FETCH,)] else None
         units[group.name] = Unit(fn, tuple(unit.args), tuple(names[k] for k in made[group.name]), fresh, (group.name,), into)
     epilogue_fn = epilogue.finish(gm, tuple(results), "epilogue")  # Dynamo's outputs are a flat tuple
+    _LazyGraphModule.force_recompile(epilogue_fn)  # type: ignore[arg-type]
     records = [values.record(key) for key in names]
     outputs = tuple(names[key] for key in epilogue.values)
     sizes = _size_sources(placeholders, facts)
@@ -287,10 +289,9 @@ class _Values:
             counts[storage] = counts.get(storage, 0) + 1
         self._shared = {s for s, n in counts.items() if n > 1}
         self._quantised = _quantised(sources)
-        written = {s for info in sources.facts.nodes.values() for s in info.writes}
         for key in names:
             storage = sources.facts.storage(sources.fake(key))
-            if key[0].op != "placeholder" and storage in self._shared and storage in written:
+            if key[0].op != "placeholder" and storage in self._shared and storage in sources.written:
                 raise Unplannable(f"'{key[0]}' returns several views of one memory, which is changed in place later.")
 
     def is_batch_outermost(self, key: Key) -> bool:
@@ -333,11 +334,11 @@ class _Values:
             role = "param" if is_state or isinstance(getattr(arg, "example", None), torch.nn.Parameter) else "input"
         seen = tuple(expression(s) for s in fake.stride())
         has_gaps = not is_input and not _is_dense(fake)
-        if has_gaps and _is_written(sources, storage):
+        if has_gaps and storage in sources.written:
             raise Unplannable(f"{name} has gaps in memory and is changed in place.", why="it would be placed without the gaps")
         # Outputs are allocated one by one, and may keep their gaps; in the arena there are none.
         stride = _contiguous(fake) if has_gaps and (role == "temp" or not all(hint(s) for s in fake.stride())) else seen
-        is_relaid = stride != seen or (not self.is_batch_outermost(key) and not _is_written(sources, storage))
+        is_relaid = stride != seen or (not self.is_batch_outermost(key) and storage not in sources.written)
         self.layouts[name] = Layout(fake.dtype, fake.device, stride, seen if is_relaid else None)
         return Value(name, shape, str(fake.dtype).removeprefix("torch."), nbytes, axis, role, own)
 
@@ -352,10 +353,6 @@ def _quantised(sources: Sources) -> set[fx.Node]:
         if any(call.startswith("aten.quantize_per_") for call in calls) or any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _is_written(sources: Sources, storage: int) -> bool:
-    return any(storage in info.writes for info in sources.facts.nodes.values())
 
 
 def _is_dense(fake: torch.Tensor) -> bool:

@@ -69,6 +69,12 @@ def find(func: Any) -> Entry | None:
     return _ours.get(name.removesuffix("_")) if same is None or torch.Tag.pointwise not in same.tags else _ours["aten::clone"]
 
 
+def is_users(func: Any) -> bool:
+    """Whether a rule that was registered answers for an op."""
+    key = _key(func)
+    return key in _users or key.partition(".")[0] in _users
+
+
 def rules(*names: str, sizes: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     """Ours: `@rules("mm", "_int_mm")` for aten ops, or `"namespace::name"`."""
 

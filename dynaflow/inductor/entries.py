@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dynaflow import disk
 from dynaflow.inductor.structure import NotCompiled, Spec
@@ -110,12 +110,12 @@ def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
     """`own` looks at addresses, which a compiler does not have: a copy that may be changed in place is always made."""
     if not any(n.target is own for n in module.graph.nodes):
         return module
-    module = copy.deepcopy(module)
-    for node in module.graph.nodes:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
         if node.target is own:
             node.target, node.args = torch.clone, node.args[:1]
-    module.recompile()
-    return module
+    return _LazyGraphModule(module, graph)
 
 
 # -- the graph as a whole

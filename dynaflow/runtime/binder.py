@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dynaflow import errors
 from dynaflow.ir import CALLER, SIZE_FUNCTIONS, WHOLE, Flow, Launch, Part, Plan, Record, covers, evaluate
@@ -350,6 +351,7 @@ class _Binding:
             if entry is not None and all(self._is_aligned(i, entry.alignment) for i in work.changed):
                 return entry
         # forward itself: calling a module takes 3 us more
+        _LazyGraphModule.force_recompile(work.unit.fn)  # type: ignore[arg-type]
         fn = work.unit.fn.forward if isinstance(work.unit.fn, fx.GraphModule) else work.unit.fn
         return Entry(lambda args: fn(*args), ("eager ops allocate their results",) * len(work.outs))
 

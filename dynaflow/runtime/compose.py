@@ -9,6 +9,7 @@ import operator
 from typing import Any, Callable, Sequence
 
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dynaflow.runtime.program import Expr, Unit
 
@@ -26,8 +27,7 @@ def compose(units: Sequence[Unit], outs: Sequence[str]) -> Unit:
         if isinstance(arg, str) and arg in made:
             return made[arg]
         if arg not in args:
-            last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), graph._root)
-            with graph.inserting_after(last):
+            with graph.inserting_after(next(reversed(args.values()), graph._root)):
                 args[arg] = graph.placeholder(f"arg{len(args)}")
         return args[arg]
 
@@ -43,7 +43,7 @@ def compose(units: Sequence[Unit], outs: Sequence[str]) -> Unit:
     graph.lint()
     fresh = frozenset().union(*(unit.fresh for unit in units)) & set(outs)
     ops = tuple(op for unit in units for op in unit.ops)
-    return Unit(fx.GraphModule(attributes, graph, class_name="fused"), tuple(args), tuple(outs), fresh, ops)
+    return Unit(_LazyGraphModule(attributes, graph, class_name="fused"), tuple(args), tuple(outs), fresh, ops)
 
 
 def _function(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from dynaflow.batching import Facts, analyse
+from dynaflow.repeats import Repeats
 
 B, S, H = 6, 5, 8
 # one row, then the rest: a part of one row is where broadcasting and squeezing go wrong
@@ -37,7 +38,9 @@ class Captured:
         return self.facts.nodes[self.node(target)]
 
 
-def capture(fn: Callable[..., Any], *args: Any, axes: tuple[int | None, ...] | None = None, cuts=CUTS, **kwargs: Any) -> Captured:
+def capture(
+    fn: Callable[..., Any], *args: Any, axes: tuple[int | None, ...] | None = None, cuts=CUTS, is_analysed_twice=True, **kwargs: Any
+) -> Captured:
     """Compile `fn`, analyse the graph that Dynamo makes, and run it in parts against the whole. `axes`: one per argument."""
     axes = axes if axes is not None else tuple(0 for _ in args)
     for x, axis in (*zip(args, axes), *((x, 0) for x in kwargs.values())):
@@ -53,6 +56,8 @@ def capture(fn: Callable[..., Any], *args: Any, axes: tuple[int | None, ...] | N
         shape_env = torch._guards.detect_fake_mode(fakes).shape_env
         before = [getattr(t, "shape", t) for t in fakes], len(shape_env.guards)
         captured.append(Captured(gm, analyse(gm, fakes, found, symbols)))
+        if is_analysed_twice:
+            check_repeats(captured[-1].facts, gm, fakes, found, symbols)
         assert before == ([getattr(t, "shape", t) for t in fakes], len(shape_env.guards)), "the analysis left something behind"
 
         def run(*real: Any) -> Any:
@@ -68,6 +73,22 @@ def capture(fn: Callable[..., Any], *args: Any, axes: tuple[int | None, ...] | N
         torch.compile(fn, backend=backend)(*args, **kwargs)
     assert len(captured) == 1, "the case breaks the graph"
     return captured[0]
+
+
+def check_repeats(facts: Facts, gm: fx.GraphModule, fakes: list[Any], axes: dict[str, int], symbols: set[Any]) -> None:
+    """The analysis says the same where it runs every node."""
+    with mock.patch.object(Repeats, "signature", return_value=None):
+        plain = analyse(gm, fakes, axes, symbols)
+    assert facts.nodes == plain.nodes
+    assert facts.axis == plain.axis
+    for node, fake in plain.fake.items():
+        assert pytree.tree_map(_layout, facts.fake[node]) == pytree.tree_map(_layout, fake), node
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.shape} {value.stride()} {value.storage_offset()} {value.dtype}"
+    return str(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value).__name__
 
 
 def symbolic_dims(tensor: torch.Tensor) -> list[int]:

@@ -33,6 +33,16 @@ def test_takes_what_nobody_made_and_returns_what_is_needed():
     assert s.tolist() == [7, 14] and x.tolist() == [2, 3] and y.tolist() == [21, 41]
 
 
+def test_code_is_written_for_units_that_are_called():
+    """A unit that somebody else compiles needs none; one that runs as it is has its function from the start, not the one that writes it."""
+    unit = compose([DOUBLE, ADD], ("s",))
+    assert unit.fn._needs_recompile()
+    bound = bind(place(FLOW, Plan.parse(f"plan {FLOW.label}\nlaunch [a, b, c] @caller\n")), PROGRAM, SIZES)
+    (call,) = bound.calls
+    (function,) = [cell.cell_contents for cell in call.entry.call.__closure__]
+    assert function.__func__.__name__ == "forward"
+
+
 def test_local_tensors_die_behind_their_last_use():
     alive: dict[str, weakref.ref] = {}
 
