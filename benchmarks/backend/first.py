@@ -13,7 +13,7 @@ import dynaflow as df
 from benchmarks import fresh
 from benchmarks.backend import models
 from benchmarks.backend.models import Case, Row
-from benchmarks.backend.variants import BUILDERS, COMPILE, GUARDS, OURS, SPLITS, Interleaved, df_compile
+from benchmarks.backend.variants import BUILDERS, COMPILE, COMPILE_DYNAMIC, GUARDS, OURS, SPLITS, Interleaved, df_compile
 from benchmarks.cases import Call
 from benchmarks.store import Result, target
 from benchmarks.variants import NotAvailable
@@ -24,10 +24,12 @@ LAYERED = "per layer, two streams"
 
 
 def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], variants: tuple[str, ...] = ()) -> Result:
-    names = [n for n in variants or (COMPILE, OURS, SPLITS[2][0]) if n in (OURS, COMPILE) or row.batch >= 2]
+    names = [n for n in variants or (COMPILE, OURS, COMPILE_DYNAMIC, SPLITS[2][0]) if n in (OURS, COMPILE) or row.batch >= 2]
     found = fresh.cold_and_warm("backend", {name: _wish(row.name, name, tiny, device, options) for name in names})
     targets = []
-    for name in names[1:]:
+    for name in names:
+        if name in (COMPILE, COMPILE_DYNAMIC):
+            continue
         for when in ("cold", "warm"):
             ours, theirs = found[name][when], found[COMPILE][when]
             value = ours["first_s"] / theirs["first_s"] if "first_s" in ours and "first_s" in theirs else None

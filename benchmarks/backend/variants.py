@@ -92,6 +92,8 @@ def _dynaflow(**wanted: Any) -> Callable[[Case, Mapping[str, Any]], Call]:
 
 
 COMPILE, COMPILE_GRAPH, REPLAY = "torch.compile", "torch.compile+graph", "torch.compile+graph, no input copies"
+# a split plan serves all batch sizes from one capture, as this does
+COMPILE_DYNAMIC = "torch.compile, dynamic"
 GUARDS = "Dynamo's guards"
 OURS, OURS_GRAPH, OURS_BORROW = "dynaflow", "dynaflow graph", "dynaflow graph borrow"
 OURS_FIXED = "dynaflow graph borrow, fixed weights"
@@ -101,6 +103,7 @@ EAGER_SPLIT = "split 2 eager ops"
 
 BUILDERS: dict[str, Any] = {
     COMPILE: compiled(),
+    COMPILE_DYNAMIC: compiled(dynamic=True),
     COMPILE_GRAPH: graphed(),
     GUARDS: _guards,
     OURS: _dynaflow(strategy="sequential"),
