@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._opaque_base import OpaqueBase
 
 import dynaflow as df
 from dynaflow import errors
@@ -505,7 +506,7 @@ def test_sizes_of_another_model_are_not_this_one_s():
     assert df.stats(again).captures == 1
 
 
-class LayerName:
+class LayerName(OpaqueBase):
     """Known by its value, as a serving engine's names of layers are."""
 
     def __init__(self, value: str):

@@ -261,7 +261,8 @@ def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache_dir(), "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _PROCESS], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "0"], "hits and misses"
+    hits, misses = map(int, done.stdout.split())
+    assert not misses and hits <= 1, "it is among our own kept units, or in Inductor's cache"
 
 
 def test_the_graph_as_a_whole_is_known_to_be_dynamos(monkeypatch):
