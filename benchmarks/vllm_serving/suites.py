@@ -3,6 +3,7 @@
     way                          engine
     vllm                         vLLM on Model Runner V1, which DynaFlow needs
     vllm, default runner         vLLM as it comes: dense models take Model Runner V2 (0.25)
+    vllm, once more              a second engine of the same kind: what it is off the first one is the noise of the run
     auto                         DYNAFLOW_STRATEGY=auto
     <strategy>                   steps that no CUDA Graph of vLLM's serves, in parts
     <strategy>, no overlap       the same parts on one stream: what splitting costs
@@ -22,6 +23,7 @@ from typing import Any
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 PLAIN, DEFAULT, AUTO, DUAL = "vllm", "vllm, default runner", "auto", "vllm, dual stream"
+AGAIN = "vllm, once more"
 BRANCHES, BRANCHES_V1 = "branches", "branches, Runner V1"
 NANOFLOW, TWO_BATCH = "dynaflow:NanoFlow", "two_batch"
 GIB = 1 << 30
@@ -139,14 +141,16 @@ SUITES = (
     Suite("llama-3-70b TP8 emulated", LLAMA_70B_TP8,
           {**BASELINES, **_without_overlap(NANOFLOW), TWO_BATCH: _strategy(TWO_BATCH), AUTO: _strategy(AUTO)},
           {**PREFILL, "batch 256": DECODE["batch 256"], **MIXED}, _gpu(2), is_emulated=True),
-    Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
-    Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
+    Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
+    Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES},
+          {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
     Suite("llama-3-8b lora", LLAMA_8B, {**BASELINES, DUAL: {**V1, "VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, **IN_GRAPHS},
           LORA_DECODE, {**_gpu(5), **LORA_GPU}, adapters=4),
 )  # fmt: skip
 _TINY_ENGINE = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "enforce_eager": True}
 TINY_SUITES = (
-    Suite("tiny", TINY, {PLAIN: V1, **_without_overlap("two_batch", min_tokens=16)}, {"mixed": Load(6, 8, 60, 3, 2)}, _TINY_ENGINE),
+    Suite("tiny", TINY, {PLAIN: V1, AGAIN: V1, **_without_overlap("two_batch", min_tokens=16)}, {"mixed": Load(6, 8, 60, 3, 2)},
+          _TINY_ENGINE),
     Suite("tiny emulated", TINY, {PLAIN: V1, "two_batch": _strategy("two_batch", min_tokens=16)}, {"prefill": Load(24, 30, 30, 2, 2)},
           _TINY_ENGINE, is_emulated=True),
     Suite("tiny lora", TINY_LLAMA, {PLAIN: V1, BRANCHES_V1: IN_GRAPHS[BRANCHES_V1]}, {"decode 4": Load(8, 8, 20, 4, 4)},

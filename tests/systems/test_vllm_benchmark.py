@@ -23,6 +23,7 @@ def test_the_benchmark_runs_tiny(tmp_path):
         assert row["row"] in ran.stdout and row["emulated"] == ("emulated" in row["row"])
     assert lora["equal"] == "100% of requests token by token" and "vLLM does not compile the model into pieces" in lora["note"]
     assert lora["config"]["adapters"] == 3 and set(lora["baselines"]) == {"vllm"}
+    assert len(plain["noise"]) == 2 and "noise" not in emulated, "vLLM against itself, where there are two of it"
     assert set(plain["baselines"]) == {"vllm", "two_batch, no overlap"} and emulated["config"]["ranks"] == 8
     assert "on 2 streams" in (tmp_path / "logs" / "tiny-emulated-two_batch.log").read_text(), "the all-reduces are no network ops"
 
@@ -34,7 +35,9 @@ def test_a_page_and_a_picture(tmp_path):
            "config": {"model": "m", "layers": 8, "way": "auto"}, "ours": {"tokens_per_s": 1010, "median_ms": 1.0}, "split_steps": 0,
            "baselines": {"vllm, default runner": {"tokens_per_s": 1000, "median_ms": 1.01}}, "targets": [], "fallbacks": {}, "note": "",
            "hardware": {"gpu": "H200"}, "versions": {"torch": "2"}}  # fmt: skip
-    assert "| m | 8 | batch 1 | auto | 1.010 (1.000 to 1.020) | 1,010 | - | 1,000 | - | 0 of 3 | - |" in report.markdown([row])
+    assert "| m | 8 | batch 1 | auto | 1.010 (1.000 to 1.020) | 1,010 | - | 1,000 | - | - | 0 of 3 | - |" in report.markdown([row])
+    noisy = row | {"noise": [0.97, 1.03]}
+    assert "| 1,000 | - | 0.970 to 1.030 | 0 of 3 | - |" in report.markdown([noisy])
     pytest.importorskip("matplotlib")
     report.plot([row], tmp_path / "x.json")
     assert (tmp_path / "x.svg").stat().st_size > 0
