@@ -4,7 +4,7 @@
     LLM(..., additional_config={"dynaflow": {"strategy": "two_batch", "min_tokens": 512}})
 
 vLLM calls `register` in every process. Where DynaFlow is asked for, and nothing in the configuration is against it, a `Steps` stands
-between the model runner and its model (`vllm_steps.py`). Under "auto" it decides from what steps take (`vllm_trials.py`). "branches" is
+between the model runner and its model (`vllm_steps.py`). Under "auto" it decides from what steps take (`step_trials.py`). "branches" is
 about kernels, not about steps: they run as vLLM has them, on any runner, with plans of kernels in vLLM's CUDA Graphs (`vllm_branches.py`).
 """
 
@@ -27,8 +27,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import dynaflow as df
 from dynaflow.errors import OptionError
 from dynaflow.integrations import vllm_branches
+from dynaflow.integrations.step_trials import Trials
 from dynaflow.integrations.vllm_steps import TOTAL, Stats, Steps
-from dynaflow.integrations.vllm_trials import Trials
 from dynaflow.settings import read_strategy
 
 log = logging.getLogger("vllm.dynaflow")
@@ -109,7 +109,7 @@ def _install(runner: Any, options: dict[str, Any]) -> None:
         return
     _tell_split_rules()
     _log_as_vllm_does()
-    steps = Steps(runner, **options, trials=Trials(_added_up) if is_auto else None)
+    steps = Steps(runner, **options, trials=Trials("vLLM", log, _added_up) if is_auto else None)
     runner._model_forward, runner._build_attention_metadata = steps.forward, steps.build_metadata
     where = ", where they are measured to be faster so" if is_auto else ""
     log.info("dynaflow: steps of %d tokens or more run under %s%s", steps.min_tokens, type(options["strategy"]).__name__, where)

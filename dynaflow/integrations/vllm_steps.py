@@ -30,7 +30,7 @@ import dynaflow as df
 from dynaflow.engine import Rows
 from dynaflow.errors import DynaFlowError, FellBack, RankMissing
 from dynaflow.integrations.requests import place_cuts, readers_before_writers
-from dynaflow.integrations.vllm_trials import Trials, kind_of
+from dynaflow.integrations.step_trials import Trials, kind_of
 
 log = logging.getLogger("vllm.dynaflow")
 

@@ -1,4 +1,4 @@
-"""Steps in parts, or as vLLM has them: whichever is faster, from steps that have to be run anyway.
+"""Steps of a serving engine in parts, or as it has them: whichever is faster, from steps that have to be run anyway.
 
 1. Steps are of kinds: the phase (of a mixed one, what most of its tokens are), and the tokens up to a factor of two. Of a kind, the first
    few take turns: in parts, as a whole, in parts ... Nothing is run twice, nothing is run for its time alone.
@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-log = logging.getLogger("vllm.dynaflow")
-
 # pairs of steps that count
 NUM_STEPS = 7
 # what parts must take at most, of what the whole takes
@@ -32,9 +30,12 @@ Kind = tuple[str, int]
 
 
 class Trials:
-    def __init__(self, added_up: Callable[[list[float]], list[float]], mark: Callable[[], Any] | None = None):
-        """`added_up`: over all ranks. `mark`: a point in time; the device's, unless said otherwise."""
-        self._added_up, self._mark = added_up, mark or _on_device
+    def __init__(
+        self, engine: str, log: logging.Logger, added_up: Callable[[list[float]], list[float]], mark: Callable[[], Any] | None = None
+    ):
+        """`engine`: its name; `log`: the one that it shows. `added_up`: over all ranks. `mark`: a point in time; the device's, unless
+        said otherwise."""
+        self._engine, self._log, self._added_up, self._mark = engine, log, added_up, mark or _on_device
         # per kind that is undecided: (tokens, begin, end) of steps in parts, and of whole ones
         self._steps: dict[Kind, tuple[list[Any], list[Any]]] = {}
         # per kind: steps that could not be run in parts
@@ -72,9 +73,9 @@ class Trials:
         self.in_parts[kind] = shares < WORTH * num_ranks
         del self._steps[kind]
         phase, digits = kind
-        verdict = "in parts" if self.in_parts[kind] else "left to vLLM"
-        log.info("dynaflow: auto: %s steps of %d to %d tokens take %.2f us per token in parts, %.2f as vLLM has them: %s", phase,
-                 2 ** (digits - 1), 2**digits - 1, parts_us / num_ranks, whole_us / num_ranks, verdict)  # fmt: skip
+        verdict = "in parts" if self.in_parts[kind] else f"left to {self._engine}"
+        self._log.info("dynaflow: auto: %s steps of %d to %d tokens take %.2f us per token in parts, %.2f as %s has them: %s", phase,
+                       2 ** (digits - 1), 2**digits - 1, parts_us / num_ranks, whole_us / num_ranks, self._engine, verdict)  # fmt: skip
 
 
 def kind_of(phase: str, num_tokens: int, mostly: str = "") -> Kind:

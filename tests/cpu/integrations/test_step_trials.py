@@ -1,7 +1,10 @@
+import logging
+
 import pytest
 
-from dynaflow.integrations.vllm_trials import NUM_STEPS, Trials, kind_of
+from dynaflow.integrations.step_trials import NUM_STEPS, Trials, kind_of
 
+LOG = logging.getLogger("toy.dynaflow")
 PREFILL = kind_of("prefill", 1000)
 
 
@@ -10,7 +13,7 @@ class Device:
 
     def __init__(self, us_in_parts, us_whole, added_up=lambda numbers: numbers):
         self.now, self.us, self.ways = 0.0, {True: us_in_parts, False: us_whole}, set()
-        self.trials = Trials(added_up, mark=lambda: self.now)
+        self.trials = Trials("toy", LOG, added_up, mark=lambda: self.now)
 
     def steps(self, num, kind=PREFILL, num_tokens=1000):
         """Whether each of them ran in parts."""
@@ -53,7 +56,7 @@ def test_all_ranks_are_added_up():
 
 
 def test_a_kind_that_cannot_be_run_in_parts_is_given_up():
-    trials = Trials(lambda numbers: numbers, mark=lambda: 0.0)
+    trials = Trials("toy", LOG, lambda numbers: numbers, mark=lambda: 0.0)
     for _ in range(NUM_STEPS + 1):
         assert trials.wants_parts(PREFILL)
         trials.refused(PREFILL)
@@ -92,7 +95,7 @@ def test_mixed_steps_are_told_apart_by_what_they_mostly_are():
 
 
 def test_a_step_that_fails_does_not_count():
-    trials = Trials(lambda numbers: numbers, mark=lambda: 0.0)
+    trials = Trials("toy", LOG, lambda numbers: numbers, mark=lambda: 0.0)
     assert trials.wants_parts(PREFILL)
     with pytest.raises(RuntimeError), trials.timed(PREFILL, 1000, True):
         raise RuntimeError
