@@ -155,7 +155,8 @@ def _host_table(rows: Sequence[Result]) -> list[str]:
              "| row | " + " | ".join(names) + " | copied inputs |", "|---|" + "---|" * (len(names) + 1)]  # fmt: skip
     for r in rows:
         cells = [f"{f['median_us']:.0f} ({f['spread_us']:.0f})" if (f := r.get("host", {}).get(n)) else "-" for n in names]
-        lines.append(f"| {r['row']} | " + " | ".join(cells) + f" | {r.get('copied_inputs', '-')} |")
+        where = ", on one core" if r.get("is_on_one_core") else ""
+        lines.append(f"| {r['row']}{where} | " + " | ".join(cells) + f" | {r.get('copied_inputs', '-')} |")
     return lines
 
 

@@ -81,7 +81,8 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
         for name in (OURS_FIXED, OURS_BORROW, OURS_GRAPH)
     ]
     guards = figures.get(GUARDS, {}).get("median_us")
-    return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards, "targets": targets}
+    return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards,
+            "is_on_one_core": True, "targets": targets}  # fmt: skip
 
 
 # -- 2. time
