@@ -96,14 +96,16 @@ class _Running:
         return time.perf_counter() - self.ready_at if self.ready_at is not None else 0.0
 
     def give_turn(self) -> None:
+        self.go_on()  # it may have become ready just before it was held
         self.turn_began = time.perf_counter()
         turn.given(self.place).touch()
 
     def hold(self) -> None:
-        """With its compile workers."""
+        """With its compile workers. Until it has stopped, it may still get a lock that it waits for."""
         if self.held_at is None:
             self.held_at = time.perf_counter()
             _signal(self.process, signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         if self.held_at is not None:
@@ -153,12 +155,14 @@ def run(suite: str, jobs: Sequence[Job], num_jobs: int, seconds_left: Any, row_l
 
 
 def _next_turn(running: Sequence[_Running], machine: turn.Machine) -> None:
-    """To the first that is ready, when all are, or when one has waited for long enough; those that load are held meanwhile."""
+    """To the first that is ready, when all others are, too, or held, or when one has waited for long enough; those that load are held
+    meanwhile."""
     ready, loading = [each for each in running if each.is_ready()], [each for each in running if not each.is_ready()]
-    is_time = bool(ready) and (not loading or max(each.waited_s() for each in ready) >= PATIENCE_S)
+    is_quiet = all(each.held_at is not None for each in loading)
+    is_time = bool(ready) and (is_quiet or max(each.waited_s() for each in ready) >= PATIENCE_S)
     if is_time and machine.try_own():
-        with turn.nobody_tunes() as is_quiet:  # a lock that somebody holds who is held himself, nobody would get
-            if is_quiet:
+        with turn.nobody_tunes() as is_free:  # a lock that somebody holds who is held himself, nobody would get
+            if is_free:
                 for each in loading:
                     each.hold()
                 ready[0].give_turn()

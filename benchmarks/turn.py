@@ -1,6 +1,7 @@
 """A process's turn: processes load and compile side by side, and each has the machine to itself while it is timed.
 
-`benchmarks.runner` starts a wave of processes and gives out turns when all of them are waiting, and no other suite is loading beside it.
+`benchmarks.runner` starts a wave of processes and gives out turns when all of them are waiting, and no other suite is loading beside it;
+where one has waited for long, those that still load are held meanwhile.
 Kernels that are tuned while a process loads are timed under a lock that all processes share: whoever tunes is alone with the device, too.
 """
 

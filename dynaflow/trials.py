@@ -215,6 +215,7 @@ class Trials:
             return lambda: way(list(self._given))
         if name not in self._replays:
             if isinstance(way, Way):
+                self._before.put_back_counters()
                 way.warm_up(self._given)
             self._replays[name] = as_replay(self._pool, self._device, lambda: way(list(self._given)))
         return self._replays[name]

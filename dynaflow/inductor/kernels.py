@@ -457,7 +457,8 @@ class _Reader:
         return Unit(found["kernel"], args, tuple(v.name for v, _ in kernel.made), frozenset(made), (name,))
 
     def _key(self, kernel: _Kernel) -> Any:
-        words = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: "_" if m[0] in kernel.names else str(self._numbers.get(m[0], m[0])),
+        names = {*kernel.names, *kernel.idle}
+        words = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: "_" if m[0] in names else str(self._numbers.get(m[0], m[0])),
                        self._text(kernel.statement.span))  # fmt: skip
         return words, tuple((str(value.geometry.dtype), place) for value, place, _ in kernel.touched)
 
@@ -487,7 +488,7 @@ class _Reader:
 
 
 def _nothing(geometry: Geometry) -> torch.Tensor:
-    return torch.zeros(geometry.shape, dtype=geometry.dtype)
+    return torch.zeros(geometry.shape, dtype=geometry.dtype, device=geometry.device)
 
 
 class _AsTheyAre:

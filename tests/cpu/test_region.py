@@ -603,3 +603,31 @@ def test_all_ways_are_tried_as_recordings(in_captures, monkeypatch):
     assert case.choice.plan and num_ways > 2
     assert warm == list(range(1, num_ways)), "none of ours is recorded before it ran"
     assert recorded == ["begin"] * num_ways and len(ran) == 2 * num_ways + 4, "each is recorded once"
+
+
+def test_counters_do_not_run_on_while_ways_warm_up(in_captures, monkeypatch):
+    """A position that grows leaves its cache."""
+    seen, start, issue = [], trials.Trials.__init__, trials.Way.warm_up
+    recorder = SimpleNamespace(begin=lambda: None, end=lambda: lambda: None, abort=lambda: None)
+
+    def as_on_cuda(self, *args):
+        start(self, *args)
+        self._is_captured = True
+
+    def warm_up(self, args):
+        seen.extend(int(a) for a in args if a.dtype == torch.int64)
+        issue(self, args)
+
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda pool, device: recorder)
+    monkeypatch.setattr(trials, "bound_us", lambda *_: 1.0)
+    monkeypatch.setattr(trials.Trials, "__init__", as_on_cuda)
+    monkeypatch.setattr(trials.Way, "warm_up", warm_up)
+    towers, at = Towers(), torch.tensor(0)
+
+    def model(x, at):
+        at.add_(1)
+        return towers(x) * at
+
+    with torch.no_grad():
+        compiled(model, "threads", "auto")(torch.randn(4, 8), at)
+    assert at == 1 and len(seen) > 1 and set(seen) == {1}

@@ -76,6 +76,58 @@ def test_who_has_waited_long_enough_waits_for_nobody(tmp_path, monkeypatch, pati
     assert slow.seconds > 3, "what it did before it was held counts, too"
 
 
+def _running(tmp_path: Path, name: str, code: str) -> runner._Running:
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / name)], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
+    return runner._Running(runner.Job("time", name, {}), process, tmp_path, tmp_path, tmp_path / f"{name}.place")
+
+
+def test_who_was_held_as_it_became_ready_gets_its_turn(tmp_path):
+    each = _running(tmp_path, "a", "print('here', flush=True); import time; time.sleep(0.1)")
+    turn.ready(each.place).touch()
+    each.hold()
+    each.look()
+    runner._next_turn([each], turn.Machine())
+    assert each.process.wait(timeout=10) == 0
+
+
+def test_who_is_ready_does_not_wait_for_those_that_are_held(tmp_path):
+    held, ready = (_running(tmp_path, name, "print('here', flush=True); import time; time.sleep(60)") for name in ("slow", "a"))
+    try:
+        held.hold()
+        turn.ready(ready.place).touch()
+        ready.look()
+        runner._next_turn([held, ready], turn.Machine())
+        assert turn.given(ready.place).exists() and held.held_at is not None
+    finally:
+        for each in (held, ready):
+            runner._end(each.process)
+
+
+def test_who_is_held_gets_no_lock_that_it_waited_for(tmp_path, monkeypatch):
+    """Whoever has the turn may tune, too."""
+    monkeypatch.setattr(turn, "LOCK", tmp_path / "lock")
+    tune = """if True:
+        import fcntl, sys
+        print("here", flush=True)
+        while True:
+            with open(sys.argv[1], "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        """
+    each = _running(tmp_path, "lock", tune)
+    try:
+        for _ in range(20):
+            with turn._alone():
+                time.sleep(0.01)  # it waits
+                each.hold()
+            time.sleep(0.02)
+            with turn.nobody_tunes() as is_free:
+                assert is_free
+            each.go_on()
+    finally:
+        runner._end(each.process)
+
+
 def test_without_turns_nobody_waits(tmp_path, monkeypatch):
     done, log = _run(tmp_path, monkeypatch, ["a"], 1, in_turns=False)
     assert [d.rc for d in done] == [0] and log == ["load a", "begin a", "end a"]

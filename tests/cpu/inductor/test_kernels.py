@@ -219,6 +219,21 @@ def test_the_random_state_of_no_dropout_is_a_constant():
     assert back.program.units[back.flow.ops[0].name].args == ("arg0_1",)
 
 
+def test_the_random_state_lies_on_the_host_wherever_new_tensors_lie():
+    with torch.device("meta"):
+        made = read(FORWARD.format(dropout="", use=""), Q, seen=SEEN | {"buf2": STATE, "buf3": STATE})
+    assert [state.device.type for (state,) in made.returns[1:]] == ["cpu", "cpu"]
+
+
+def test_attentions_whose_random_states_differ_cost_the_same():
+    """Each layer has a state of its own, and is not measured for that."""
+    again = BACKWARD.format(dropout="0.0", use="").split("return")[0].replace("arg1_1", "arg3_1").replace("arg2_1", "arg4_1")
+    text = BACKWARD.format(dropout="0.0", use=again.replace("buf1", "buf3").replace("buf0", "buf2"))
+    made = read(text, Q, *[torch.tensor(7)] * 4, seen=SEEN | {"buf3": SEEN["buf1"]})
+    first, second = made.flow.ops
+    assert made.keys[first.name] == made.keys[second.name]
+
+
 def test_the_random_state_of_dropout_is_a_value():
     made = read(FORWARD.format(dropout=", 0.5", use=""), Q, seen=SEEN | {"buf2": STATE, "buf3": STATE})
     assert made.flow.outputs == ("buf1", "buf2", "buf3")
