@@ -197,7 +197,7 @@ class CapturedGraph:
         self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None
         self.planning = Planning(self.gm.graph, self.built, self.compiler, self.settings, self.device)
         if is_recorded:
-            self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow, lodges=True)
+            self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow)
             self._padding = Padding(flow, self.built, self.settings.buckets)
         if self.fixed_batch is not None and not isinstance(self.settings.strategy, Sequential):
             # a call of ours marks the batch; under torch.compile, sizes are constants until they change

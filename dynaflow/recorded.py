@@ -98,18 +98,16 @@ class PlanBody:
         self.eager = frozenset(self.reasons)
         self._num_learned = 0
 
-    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
         bound = self._plan()
         values = {name: given[i] for i, name in self._names}
         device = self._device if self._device.type == "cuda" else None
         with torch.no_grad():
-            return generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
+            generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
 
-    def prepare(self) -> None:
+    def prepare(self) -> list[torch.Tensor]:
         if self._device.type == "cuda":
             cuda.side_streams(self._device, self._plan().streams)
-
-    def room(self) -> list[torch.Tensor]:
         return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:

@@ -8,9 +8,8 @@
 4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
 All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
-survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. Borrowed outputs are,
-where one captured graph has the pool to itself: they need to survive until the next call, and the next call is the next replay. How a
-recording is made is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
+survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
+is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
@@ -45,19 +44,12 @@ Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
 class Body(Protocol):
-    """Issues all work on the given arguments, eager steps through `between`. The results: `outputs`, or new tensors where these are
-    None."""
+    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
 
-    def __call__(
-        self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None
-    ) -> Sequence[torch.Tensor]: ...
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
 
-    def prepare(self) -> None:
-        """Make what cannot be made while it is recorded (streams, say)."""
-        ...
-
-    def room(self) -> list[torch.Tensor]:
-        """Memory for the outputs."""
+    def prepare(self) -> list[torch.Tensor]:
+        """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
         ...
 
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
@@ -159,18 +151,6 @@ class Pool:
         self._keeper: Any = None
         self._last_stream: Any = None
         self.last_raw: int | None = None
-        # who records into it
-        self._users: WeakSet[Recordings] = WeakSet()
-
-    def join(self, user: Recordings) -> None:
-        """Of several graphs, those of one call are replayed while the caller has the others' outputs."""
-        with self.lock:
-            for other in self._users:
-                other.move_out()
-            self._users.add(user)
-
-    def is_alone(self) -> bool:
-        return len(self._users) == 1
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
         """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
@@ -202,27 +182,24 @@ class Pool:
 class Recording:
     """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None, is_lodged: bool = False):
-        """`is_lodged`: its outputs are in the pool. Else they are outside: what a recording allocates while it is made, another may use
-        for whatever it likes."""
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
-        body.prepare()
-        outputs = None if is_lodged else body.room()
+        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
+        outputs = self.outputs = body.prepare()
         if recorder is None:
             # of promised weights the tensors themselves: should somebody break the promise, what is read is stale, not gone
             known = [a if i in body.promised else by_address(a) for i, a in enumerate(given)]
-            outputs = made = list(body(known, self._run_step, outputs))
-            self._pieces.append(lambda: body(known, Recording._run_step, made))
+            body(known, self._run_step, outputs)
+            self._pieces.append(lambda: body(known, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                outputs = list(body(given, self._between, outputs))
+                body(given, self._between, outputs)
                 self._close()
             except BaseException:
                 recorder.abort()
                 raise
-        self.outputs = outputs
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
@@ -356,16 +333,13 @@ class Bucket:
 class Recordings:
     """The recordings of one captured graph. What stands for given sizes and a given plan (`key`) may go; it is not kept alive."""
 
-    def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False, lodges: bool = False):
-        """`lodges`: borrowed outputs may be in the pool, as long as nobody else is."""
-        self._lodges = borrow and lodges
+    def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
         self._name, self._device, self._pool, self._borrow, self._index = name, device, pool, borrow, device.index or 0
         self._is_cuda = device.type == "cuda"
         self._seen: WeakSet[Any] = WeakSet()
         self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._kept: OrderedDict[Any, Bucket] = OrderedDict()
         self._num_wasted = 0
-        pool.join(self)
 
     def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
@@ -461,25 +435,19 @@ class Recordings:
         with self._pool.lock:
             self._kept.pop(key, None)
 
-    def move_out(self) -> None:
-        """Somebody else records into the pool: what is recorded with outputs there is recorded anew."""
-        if self._lodges:
-            self._lodges = False
-            self._kept.clear()
-
     def _record(self, given: Sequence[Any], body: Body) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
-        return self._make(given, body, self._lodges and self._pool.is_alone())
+        return self._make(given, body)
 
-    def _make(self, given: Sequence[Any], body: Body, is_lodged: bool = False) -> Recording:
+    def _make(self, given: Sequence[Any], body: Body) -> Recording:
         while True:
             recorder = self.make_recorder()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with one_at_a_time:
-                    return Recording(body, given, recorder, is_lodged)
+                    return Recording(body, given, recorder)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)

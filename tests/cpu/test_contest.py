@@ -329,9 +329,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
     class Body:
         changed = promised = saved = ()
 
-        def prepare(self): ...
-
-        def room(self):
+        def prepare(self):
             made = [torch.zeros(4)]
             self.made = weakref.ref(made[0])
             return made
@@ -339,8 +337,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
         def has_steps(self):
             return False
 
-        def __call__(self, given, between, outputs):
-            return outputs
+        def __call__(self, given, between, outputs): ...
 
     recordings, body = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool()), Body()
     monkeypatch.setattr(recordings, "make_recorder", Recorder)
@@ -362,9 +359,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
     class Body:
         changed = promised = saved = ()
 
-        def prepare(self): ...
-
-        def room(self):
+        def prepare(self):
             return [torch.zeros(4)]
 
         def has_steps(self):
@@ -372,7 +367,6 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
 
         def __call__(self, given, between, outputs):
             outputs[0].copy_(given[0])
-            return outputs
 
     recordings, keys = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool(), borrow=True), [Key(), Key(), Key()]
     for key in keys[:2]:

@@ -15,7 +15,6 @@ import dynaflow as df
 from dynaflow import recorded
 from dynaflow.runtime import graphs
 from tests.cpu.runtime.models import Net, sine
-from tests.cpu.runtime.recorder import FakeRecorder
 from tests.cpu.runtime.test_buckets import REFUSED
 from tests.cpu.runtime.test_pieces import CUTS, Interrupted
 
@@ -370,34 +369,6 @@ def test_what_is_borrowed_from_one_graph_of_a_call_outlives_the_next(recorder):
         for got, wanted in zip(fast(x, y), model(x, y)):
             torch.testing.assert_close(got, wanted)
     assert recorder.count("replay") > 9
-
-
-@pytest.mark.parametrize("borrow", [True, False])
-def test_what_is_borrowed_lies_in_the_pool_while_one_graph_has_it(recorder, counted, borrow):
-    def model(x):
-        a = torch.sin(x) * 2
-        if x.dim() > 2:
-            torch._dynamo.graph_break()
-        return a + torch.cos(a)
-
-    def are_in_the_pool():
-        places = {tensor.data_ptr() for made in FakeRecorder.pool for tensor in made}
-        return {out.data_ptr() in places for recording in counted[-1:] for out in recording.outputs}
-
-    fast = df.compile(model, strategy=df.TwoBatch(), runtime="graph", borrow=borrow)
-    for rows in (4, 4, 6, 6, 4, 6):
-        x = torch.randn(rows, 3)
-        assert torch.equal(fast(x), model(x))
-    assert are_in_the_pool() == {borrow} and len(counted) == 2
-    held = fast(torch.randn(4, 3)) if borrow else None
-    for _ in range(3):  # a second graph, and a third: all is recorded anew, with outputs of its own
-        x = torch.randn(4, 3, 2)
-        torch.testing.assert_close(fast(x), model(x))
-    assert are_in_the_pool() == {False}
-    for rows in (4, 6, 4, 6):
-        x = torch.randn(rows, 3)
-        assert torch.equal(fast(x), model(x))
-    assert are_in_the_pool() == {False} and (held is None or held.shape == (4, 3))
 
 
 @pytest.mark.parametrize("is_bad", [False, True])

@@ -124,13 +124,11 @@ def test_random_flows_in_pieces(seed):
         class Body:
             changed = promised = saved = ()
 
-            def prepare(self): ...
-
-            def room(self, bound=bound):
+            def prepare(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
-                return generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
+                generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
 
         recording = graphs.Recording(Body(), [], FakeRecorder())
         places = [out.data_ptr() for out in recording.outputs]
