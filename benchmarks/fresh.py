@@ -80,8 +80,12 @@ class Child:
 def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]]) -> list[list[Result]]:
     """(suite, wish, caches) of children, turn by turn: those of a turn begin together, when all of the turn before are over."""
     with tempfile.TemporaryDirectory() as folder:
-        children = [[Child(*wanted, Path(folder) / f"{i}-{j}") for j, wanted in enumerate(each)] for i, each in enumerate(turns)]
+        children: list[list[Child]] = []
         try:
+            for i, wishes in enumerate(turns):
+                children.append([])
+                for j, wanted in enumerate(wishes):
+                    children[-1].append(Child(*wanted, Path(folder) / f"{i}-{j}"))
             for each in children:
                 for child in each:
                     child.await_ready()

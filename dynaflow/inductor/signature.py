@@ -86,7 +86,7 @@ class Signatures:
         by_name = {str(name): arg for name, arg in bound}
         idle: tuple[ast.expr, ...] = ()
         idle_results: tuple[int, ...] = ()
-        if "attention" in overload.name() and _chance(overload, by_name) == 0:
+        if overload.namespace == "aten" and "attention" in overload.name() and _chance(overload, by_name) == 0:
             idle = tuple(t for name in _RANDOM_STATE if name in by_name for t in _tensors(by_name[name], is_tensor))
             idle_results = tuple(i for i, r in enumerate(overload._schema.returns) if r.name in _RANDOM_STATE)
         return Effects((*tensors, *written), self._uses(overload, by_name), idle, idle_results)
