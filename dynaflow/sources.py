@@ -235,7 +235,7 @@ def clean_name(name: str) -> str:
     name = re.sub(r"(\.__dict__\['_modules'\]|\._modules)\['([^']+)'\]", r".\2", name)  # the former where the class has a __getattr__
     name = re.sub(r"^.*\.cell_contents\.?", "", name)  # a module that a function closes over
     name = re.sub(r"^[LG]\['[^']+'\]\.?", "", name)
-    name = re.sub(r"^(forward\.model\.)?__self__(\.|$)", "", name)  # a module whose method was compiled, maybe in its own place
+    name = re.sub(r"^((forward\.)?model\.)?__self__(\.|$)", "", name)  # a module whose method was compiled, maybe in its own place
     name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
     return re.sub(r"[\s@,\[\]#]", "_", name).strip(".")
 
