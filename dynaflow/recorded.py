@@ -75,7 +75,7 @@ def _overload(name: str) -> Any:
 
 def streams_for(device: torch.device | None, bound: Bound) -> Any:
     """What generated code takes for streams: CUDA's on a device, none on the CPU."""
-    return generated.NoStreams(len(bound.streams) + 1) if device is None else cuda.CudaStreams(device, bound.streams)
+    return generated.NoStreams(len(bound.streams) + 1) if device is None else cuda.CudaStreams(device, bound)
 
 
 class PlanBody:
@@ -98,16 +98,20 @@ class PlanBody:
         self.eager = frozenset(self.reasons)
         self._num_learned = 0
 
-    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None:
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
         bound = self._plan()
         values = {name: given[i] for i, name in self._names}
         device = self._device if self._device.type == "cuda" else None
         with torch.no_grad():
-            generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
+            return generated.run(bound, values, streams_for(device, bound), between, self.eager, outputs)
+
+    @property
+    def allocates(self) -> bool:
+        return not self.eager and self._plan().is_one_unit
 
     def prepare(self) -> list[torch.Tensor]:
         if self._device.type == "cuda":
-            cuda.side_streams(self._device, self._plan().streams)
+            cuda.side_streams(self._device, self._plan().streams, self._plan().product_streams)
         return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:

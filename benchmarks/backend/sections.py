@@ -72,7 +72,7 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
     calls = {name: v.call for name, v in made.items()}
     if COMPILE_GRAPH in calls:
         calls[REPLAY] = calls[COMPILE_GRAPH].without_copies  # type: ignore[attr-defined]
-    figures = host_us(case, calls, variants.device, effort.host_steps, GUARDS, launched=(COMPILE, OURS))
+    figures = host_us(case, calls, variants.device, effort.host_steps, GUARDS)
     limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs
     bare = [figures.get(name, {}).get("median_us") for name in (REPLAY, COMPILE_GRAPH)]
     note = f"the launch of a graph alone takes {bare[0]}, with its copies {bare[1]}" if None not in bare else ""

@@ -6,8 +6,9 @@ as an allocation would be, and overlaps no input: its memory may be scratch befo
 
 1. Trace every name to the memory it lies in: an allocation, an argument, or the result of an extern kernel; through reuse and views.
 2. An output is redirected when it is all of one allocation, without gaps, and no other output lies there; symbolically, for every size.
-3. The allocation's call becomes `_df_outK`, or a view of it where the shape is another; `_df_outK` joins the arguments. The result of
-   an aten op that has a kernel for writing into `out=` is written there.
+3. The allocation's call becomes `_df_outK`, or a view of it where the shape is another; `_df_outK` joins the arguments. Where None is
+   passed for it, the allocation is made as Inductor has it. The result of an aten op that has a kernel for writing into `out=` is
+   written there; None will not do.
 4. The peak: allocations and frees in order, for given numbers.
 """
 
@@ -33,6 +34,8 @@ class Redirected:
     wrapper: Wrapper | None = None
     # names whose allocations were replaced
     replaced: frozenset[str] = frozenset()
+    # whether None will do for every tensor of the caller's
+    allocates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,11 @@ def redirect(text: str, num_outputs: int) -> Redirected:
     scope, device = _symbols(wrapper), "CUDA" if "_DeviceGuard" in text else "CPU"
     roots = [_place(places, out) for out in wrapper.outputs]
     own: list[str] = []
+    raw = text.encode()
     edits: list[tuple[int, int, str]] = []
     names: list[str] = []
     replaced = set()
+    allocates = True
     for k, (out, place) in enumerate(zip(wrapper.outputs, roots)):
         reason = _why_own(out, place, scope, device)
         if not reason and any(j != k and other is not None and other.root is place.root for j, other in enumerate(roots) if place):
@@ -74,18 +79,19 @@ def redirect(text: str, num_outputs: int) -> Redirected:
             edits += [(*root.function, out_overload(root.target, device) or ""), (root.span[1] - 1, root.span[1] - 1, f", out={name}")]
             names.append(name)
             replaced.add(root.makes)
+            allocates = False
             continue
         is_same = (root.shape, root.stride) == (place.shape, place.stride)
-        edits.append((*root.span, name if is_same else f"reinterpret_tensor({name}, {_tuple(root.shape)}, {_tuple(root.stride)}, 0)"))
+        there = name if is_same else f"reinterpret_tensor({name}, {_tuple(root.shape)}, {_tuple(root.stride)}, 0)"
+        edits.append((*root.span, f"({there} if {name} is not None else {raw[slice(*root.span)].decode()})"))
         names.append(name)
         replaced.add(root.makes)
     if names:
         at, before, after = wrapper.slot
         edits.append((at, at, f"{before}{', '.join(names)}{after}"))
-    raw = text.encode()
     for start, end, new in sorted(edits, reverse=True):
         raw = raw[:start] + new.encode() + raw[end:]
-    return Redirected(raw.decode(), tuple(own), wrapper, frozenset(replaced))
+    return Redirected(raw.decode(), tuple(own), wrapper, frozenset(replaced), allocates)
 
 
 # -- 1. trace

@@ -50,7 +50,7 @@ class Variant:
     """A unit compiled for every size that its guards allow, or (static) for one."""
 
     # what `call` takes, in one list that it empties: a symbol's number, an argument by position, a constant; then the destinations of
-    # the outputs whose `own` is empty, in order. It returns one tensor per output.
+    # the outputs whose `own` is empty, in order (None, where `allocates`). It returns one tensor per output.
     inputs: tuple[str | int | torch.Tensor, ...]
     call: Boxed
     # per output: empty when it is written into the destination passed, else why it comes back as a tensor of its own
@@ -71,6 +71,10 @@ class Variant:
     @property
     def path(self) -> str:
         return self._compiled.path
+
+    @property
+    def allocates(self) -> bool:
+        return self._compiled.redirected.allocates
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether the guards that were added while compiling allow these sizes."""

@@ -37,7 +37,7 @@ import torch
 from dynaflow import disk
 from dynaflow.ir import Part
 from dynaflow.runtime.lanes import Inside, story, without_autocast_cache
-from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, RECORD, Arg, Bound, Call, Out, relaid, scratch
+from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, relaid, scratch
 
 # names of the generated function that no value may take
 _OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "relaid", "scratch", "empty_strided", "view",
@@ -134,6 +134,9 @@ class _Writer:
         self._output_of = {a[1]: a[0] for a in bound.allocated}
         self._current = 0
         self._live: set[int] = set()
+        # outputs that a plan of one unit leaves to the unit to allocate
+        is_alone = bound.is_one_unit and not eager
+        self._unit_allocates = {out.view for out in bound.calls[0].outs if out.how == PLACED} if is_alone else set()
 
     def write(self) -> str:
         bound = self.bound
@@ -242,7 +245,7 @@ class _Writer:
             self.switch(s)
         unit = self.constant(f"unit{k}", f"calls[{k}].entry.call")
         # (place in `results`, place among the launch's outs, out)
-        held = [(j, j, out) for j, out in enumerate(call.outs) if out.how in (COPIED, KEPT)]
+        held = [(j, j, out) for j, out in enumerate(call.outs) if out.how in (COPIED, KEPT) or out.view in self._unit_allocates]
         text = f"{unit}([{', '.join(args)}])"
         if is_eager:
             defaults = ", ".join(f"a{j}={text}" for j, text in enumerate(args))
@@ -258,6 +261,8 @@ class _Writer:
         for n, j, out in held:
             if out.how == COPIED:
                 self.line(f"{self.name(out.view)}.copy_(results[{n}])")
+            elif out.how == PLACED:
+                self.line(f"if outputs is None: {self.name(out.view)} = results[{n}]")
             else:
                 self.keep(f"results[{n}]", k, j, out)
         self.line("del results")
@@ -315,7 +320,7 @@ class _Writer:
         name = self._names[i] = self._unique(self._label(i))
         geometry = self.constant(f"geometry_{i}", f"allocated[{self._allocated[i]}][2:]")
         place = [view for _, view in self.bound.outputs].index(i)
-        new = f"empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})"
+        new = "None" if i in self._unit_allocates else f"empty_strided(*{geometry}, dtype={layout.dtype}, device={str(layout.device)!r})"
         self.line(f"{name} = {new} if outputs is None else outputs[{place}]")
 
     def late_outputs(self, new: Sequence[int]) -> None:

@@ -8,8 +8,10 @@
 4. A call whose addresses differ is recorded anew; the oldest recordings go first.
 
 All recordings of a compiled callable share one memory pool: they are replayed one after the other, and nothing in the pool has to
-survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. How a recording is made
-is a parameter: on the CPU nothing is recorded, and a replay issues the work again on the same memory.
+survive a replay. Slots and outputs are not in the pool: what one recording frees there, another may write to. But what is borrowed
+may be overwritten by the next call anyway: the first recording of a pool, where no other can have been there before, allocates borrowed
+outputs itself, as late as it can, and they lie where its own intermediate results were. How a recording is made is a parameter: on the
+CPU nothing is recorded, and a replay issues the work again on the same memory.
 """
 
 from __future__ import annotations
@@ -44,12 +46,17 @@ Between = Callable[[Step], Sequence[torch.Tensor]]
 
 
 class Body(Protocol):
-    """Issues all work on the given arguments, eager steps through `between`, and puts the results into `outputs`."""
+    """Issues all work on the given arguments, eager steps through `between`, puts the results into `outputs` and returns them."""
 
-    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor]) -> None: ...
+    def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]: ...
 
     def prepare(self) -> list[torch.Tensor]:
         """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
+        ...
+
+    @property
+    def allocates(self) -> bool:
+        """Whether it may be given None for the outputs, and needs nothing prepared."""
         ...
 
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
@@ -151,6 +158,8 @@ class Pool:
         self._keeper: Any = None
         self._last_stream: Any = None
         self.last_raw: int | None = None
+        # whether anything was ever recorded there
+        self.is_used = False
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
         """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
@@ -165,6 +174,11 @@ class Pool:
     def renew(self) -> None:
         """Other memory, from now on."""
         self.handle = self._keeper = None
+
+    def use(self) -> bool:
+        """Whether this is the first use."""
+        was_used, self.is_used = self.is_used, True
+        return not was_used
 
     def enter(self, device: torch.device) -> None:
         """This replay comes after the last one, whatever stream that was on."""
@@ -182,24 +196,27 @@ class Pool:
 class Recording:
     """One body on fixed memory, with outputs of its own. Making it runs it."""
 
-    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None):
+    def __init__(self, body: Body, given: Sequence[Any], recorder: Recorder | None, allocates: bool = False):
+        """`allocates`: its outputs lie in the pool, where the body allocates them."""
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
         # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
-        outputs = self.outputs = body.prepare()
+        prepared = None if allocates else body.prepare()
+        outputs: Sequence[torch.Tensor]
         if recorder is None:
             # of promised weights the tensors themselves: should somebody break the promise, what is read is stale, not gone
             known = [a if i in body.promised else by_address(a) for i, a in enumerate(given)]
-            body(known, self._run_step, outputs)
+            outputs = body(known, self._run_step, prepared)
             self._pieces.append(lambda: body(known, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                body(given, self._between, outputs)
+                outputs = body(given, self._between, prepared)
                 self._close()
             except BaseException:
                 recorder.abort()
                 raise
+        self.outputs = outputs
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
@@ -418,7 +435,7 @@ class Recordings:
         with self._pool.lock:
             self._pool.enter(self._device)
             try:
-                recording = self._make(given, body)
+                recording = self._make(given, body, is_kept=False)
             except _Unrecordable as error:
                 log.info("%s cannot be recorded in a CUDA Graph: %s", self._name, error)
                 return None
@@ -440,14 +457,15 @@ class Recordings:
             self._kept.popitem(last=False)
         return self._make(given, body)
 
-    def _make(self, given: Sequence[Any], body: Body) -> Recording:
+    def _make(self, given: Sequence[Any], body: Body, is_kept: bool = True) -> Recording:
         while True:
             recorder = self.make_recorder()
+            is_first = self._pool.use()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with one_at_a_time:
-                    return Recording(body, given, recorder)
+                    return Recording(body, given, recorder, self._borrow and is_kept and is_first and body.allocates)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Protocol, Sequence
 
 import torch
 
-from dynaflow.ir import Flow, Launch, Part, Plan, evaluate
+from dynaflow.ir import Flow, Launch, Part, Plan, Stream, evaluate
 from dynaflow.memory import Memory
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
@@ -58,6 +58,8 @@ class Entry:
     # the generated code behind it, and where it is; empty for eager ops
     source: str = ""
     path: str = ""
+    # whether None will do for each destination: it then allocates, as late as it can
+    allocates: bool = False
 
 
 class Compiler(Protocol):
@@ -87,6 +89,8 @@ class Program:
     # replacement functions by qualified name
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     compiler: Compiler | None = None
+    # ops that cuBLAS runs, which keeps a workspace for every stream that it runs on; None: nobody knows, any may be one
+    products: frozenset[str] | None = None
 
 
 class View(NamedTuple):
@@ -162,7 +166,7 @@ class Call:
         inputs = self.entry.inputs
         return (
             None if inputs is None else tuple([x if isinstance(x, int) else None for x in inputs]),
-            tuple([bool(own) for own in self.entry.own]),
+            tuple([bool(own) for own in self.entry.own]), self.entry.allocates,
             tuple([(arg.view, arg.stride is None, arg.is_cloned) for arg in self.args]),
             tuple([(out.view, out.how, out.scratch is None, bool(out.reason), tuple([(r, axis) for r, axis, _, _ in out.inside]))
                    for out in self.outs]),
@@ -231,7 +235,7 @@ class Bound:
     rows_of: Mapping[Part, tuple[int, int]]
     memory: Memory
     instructions: tuple[Instruction, ...]
-    streams: tuple[Any, ...]
+    streams: tuple[Stream, ...]
     # index -> view of a value; tensors[i] of a call
     views: tuple[View, ...]
     # (index, value, offset in elements, shape, stride) of views into the arena and into outputs
@@ -269,6 +273,21 @@ class Bound:
     @property
     def calls(self) -> list[Call]:
         return [what for code, _, what in self.instructions if code == LAUNCH]
+
+    @cached_property
+    def is_one_unit(self) -> bool:
+        """Whether it is one launch of compiled code that can allocate its outputs itself: as late as it can, where memory is free again."""
+        calls = self.calls
+        return len(calls) == 1 and calls[0].entry.allocates and not self.program.flow.pieces
+
+    @cached_property
+    def product_streams(self) -> frozenset[Stream]:
+        """Its side streams that products run on, or may."""
+        products = self.program.products
+        if products is None:
+            return frozenset(self.streams)
+        names = {launch.stream for launch in self.plan.launches if any(op in products for op, _ in launch.calls)}
+        return frozenset(s for s in self.streams if s.name in names)
 
     @cached_property
     def inside(self) -> dict[int, tuple[int, ...]]:

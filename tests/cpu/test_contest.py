@@ -328,6 +328,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
 
     class Body:
         changed = promised = saved = ()
+        allocates = False
 
         def prepare(self):
             made = [torch.zeros(4)]
@@ -337,7 +338,8 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
         def has_steps(self):
             return False
 
-        def __call__(self, given, between, outputs): ...
+        def __call__(self, given, between, outputs):
+            return outputs
 
     recordings, body = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool()), Body()
     monkeypatch.setattr(recordings, "make_recorder", Recorder)
@@ -358,6 +360,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
 
     class Body:
         changed = promised = saved = ()
+        allocates = False
 
         def prepare(self):
             return [torch.zeros(4)]
@@ -367,6 +370,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
 
         def __call__(self, given, between, outputs):
             outputs[0].copy_(given[0])
+            return outputs
 
     recordings, keys = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool(), borrow=True), [Key(), Key(), Key()]
     for key in keys[:2]:

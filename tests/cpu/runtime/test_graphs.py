@@ -82,6 +82,28 @@ def test_borrowed_outputs_are_one_recording_s(counted):
     assert len(counted) == 1
 
 
+def test_one_unit_allocates_what_is_borrowed_where_nothing_was_recorded_before(monkeypatch):
+    """As late as Inductor does: in the pool, which no earlier recording writes to. Later recordings, and what is not borrowed, get memory
+    of their own. (Work is issued again: nothing here could write down what compiled code does.)"""
+    made = []
+    plain = graphs.Recording.__init__
+
+    def init(self, body, args, recorder, allocates):
+        plain(self, body, args, recorder, allocates)
+        made.append((self.outputs[0].data_ptr(), allocates))
+
+    monkeypatch.setattr(graphs.Recording, "__init__", init)
+    for borrow in (True, False):
+        fast = df.compile(sine, strategy="sequential", strict=True, runtime="graph", compiler="inductor", borrow=borrow)
+        for n in (4, 4, 4, 6, 6, 6):
+            x = torch.randn(n, 3)
+            y = fast(x)
+            torch.testing.assert_close(y, sine(x))
+        if borrow:
+            assert [allocates for _, allocates in made] == [True, False] and y.data_ptr() == made[-1][0]
+    assert len(made) > 2 and not any(allocates for _, allocates in made[1:])
+
+
 def test_the_oldest_recordings_go_first(counted, monkeypatch):
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
     fast = df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph")

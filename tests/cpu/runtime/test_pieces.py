@@ -128,7 +128,7 @@ def test_random_flows_in_pieces(seed):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
-                generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
+                return generated.run(bound, inputs, generated.NoStreams(len(bound.streams) + 1), between, eager, outputs)
 
         recording = graphs.Recording(Body(), [], FakeRecorder())
         places = [out.data_ptr() for out in recording.outputs]
