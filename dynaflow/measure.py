@@ -6,8 +6,6 @@ the arguments that a call changes, and keeps the state of random numbers.
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
 import time
 from typing import Any, Callable, Mapping, Protocol, Sequence
@@ -15,13 +13,15 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
-from dynaflow.ir import Stream
+from dynaflow.ir import CALLER, Stream
 from dynaflow.runtime.cuda import side_streams
 from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound, Call
 
 # launches of one kernel in a row, in one recording; rows side by side; replays, of which the fastest counts
 NUM_IN_A_ROW, NUM_ROWS, NUM_REPLAYS = 8, 8, 3
+# of a GPU's clock, at most
+CYCLES_PER_US = 2000
 # of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
 NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.2
 
@@ -32,8 +32,8 @@ MAX_COUNTER = 4096
 
 
 class Clock(Protocol):
-    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
-        """`num_rows`: as many of them side by side, to see how much of the device one takes; 1: all of it, for all that is known."""
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
+        """`has_workspace`: it computes in memory that a library keeps for the stream that it is launched on, or may."""
         ...
 
     def synchronise(self) -> None: ...
@@ -45,7 +45,7 @@ class HostClock:
     def __init__(self, share: float = 1.0):
         self._share = share
 
-    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
         times = []
         for _ in range(NUM_REPLAYS):
             began = time.perf_counter()
@@ -58,55 +58,69 @@ class HostClock:
 
 
 class CudaClock:
-    """A kernel alone, several times in a row in one recording; then as n rows side by side. Where those take as long as one, it fills
-    1/n of the device or less; where they take n times as long, all of it."""
+    """A kernel alone, several times in a row in one recording; then n rows side by side. Where those take as long as one, it fills 1/n
+    of the device or less; where they take n times as long, all of it.
+
+    What has a workspace is launched on no other stream than the current one and that of recordings: each would keep 32 MiB for good.
+    Nor may two of its rows share a workspace: where a product's parts take turns, they wait for counters there, for ever if another
+    product resets those. So two rows it is: launches on the current stream, and a recording.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # plans run on these, too: libraries keep one workspace for each
         self._side = side_streams(device, tuple(Stream(f"aux{i}") for i in range(NUM_ROWS - 1)))
         self._pool = Pool()
 
-    def cost(self, launch: Callable[[], Any], num_rows: int = NUM_ROWS) -> Cost:
-        launch()  # libraries make their workspaces, on all streams
-        sides = self._side[: num_rows - 1]
-        for side in sides:
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
-                launch()
-        torch.cuda.synchronize(self._device)
-        alone = self._us(launch, ())
-        if not sides or alone <= 0:
-            return Cost(alone, 1.0)
-        return Cost(alone, min(max(self._us(launch, sides) / alone / num_rows, 0.0), 1.0))
-
-    def _us(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> float:
-        replay = self._recorded(launch, beside)
-        replay()
-        times = []
-        for _ in range(NUM_REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return min(times) / NUM_IN_A_ROW
-
-    def _recorded(self, launch: Callable[[], Any], beside: Sequence[torch.cuda.Stream]) -> Callable[[], Any]:
-        def in_rows() -> None:
-            main = torch.cuda.current_stream(self._device)
-            for side in beside:
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    for _ in range(NUM_IN_A_ROW):
-                        launch()
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
+        def row() -> None:
             for _ in range(NUM_IN_A_ROW):
                 launch()
-            for side in beside:
-                main.wait_stream(side)
 
-        return as_replay(self._pool, self._device, in_rows)
+        launch()  # kernels load, libraries make their workspaces
+        recorded = as_replay(self._pool, self._device, row)
+        alone = self._us([recorded])
+        if alone <= 0:
+            return Cost(alone, 1.0)
+        if has_workspace:
+            # two rows tell nothing below a half: what can be told, from 1/2 to 1, stands for all there is
+            half = self._us([row, recorded]) / alone / 2
+            share = 1 - (1 - half) * 2 * (1 - 1 / NUM_ROWS)
+        else:
+            share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row))]) / alone / NUM_ROWS
+        return Cost(alone, min(max(share, 0.0), 1.0))
+
+    def _us(self, rows: Sequence[Callable[[], Any]]) -> float:
+        """Of one launch in a row: the first row on the current stream, the others beside it. They wait until all are issued, behind a
+        kernel that takes that long."""
+        main = torch.cuda.current_stream(self._device)
+        times, host_us = [], 0.0
+        for _ in range(1 + NUM_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(CYCLES_PER_US * 2 * host_us))
+            began = time.perf_counter()
+            begin.record(main)
+            for side, row in zip(self._side, rows[1:]):
+                side.wait_event(begin)
+                with torch.cuda.stream(side):
+                    row()
+            rows[0]()
+            for side, _ in zip(self._side, rows[1:]):
+                main.wait_stream(side)
+            end.record(main)
+            host_us = (time.perf_counter() - began) * 1e6
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return min(times[1:]) / NUM_IN_A_ROW
+
+    def _in_rows(self, row: Callable[[], Any]) -> None:
+        main = torch.cuda.current_stream(self._device)
+        for side in self._side:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                row()
+        row()
+        for side in self._side:
+            main.wait_stream(side)
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -137,32 +151,11 @@ def _may_count(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or tensor.numel() <= MAX_COUNTER
 
 
-# cuBLAS keeps a workspace for every stream that it runs on, for good; some convolutions are its products
-_PRODUCT = re.compile(r"(?:^|[.])(?:convolution|_?mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|matmul|_\w*_mm|_addmm_activation)(?:[.]|$)")
-
-
-def is_product(target: str) -> bool:
-    """Whether what a kernel calls is, or may be, a product of matrices by cuBLAS."""
-    return _PRODUCT.search(target) is not None
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS keeps per stream: what CUBLAS_WORKSPACE_CONFIG says (":4096:8", in KiB), else torch's own choice."""
-    if device.type != "cuda":
-        return 0
-    numbers = [int(n) for n in re.findall(r"\d+", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))]
-    if numbers and len(numbers) % 2 == 0:
-        return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2]))
-    return 32 * 2**20 if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * 2**20 + 2**17
-
-
-def measure_costs(
-    bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock, num_rows: Mapping[str, int] | None = None
-) -> dict[str, Cost]:
+def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mapping[str, Any], clock: Clock) -> dict[str, Cost]:
     """Every kernel of a plan, each where its turn is, so that what it reads is what it would read. Kernels with the same key cost the
-    same; each is measured once, and beside itself in NUM_ROWS rows unless `num_rows` says otherwise."""
+    same; each is measured once."""
     tensors = bound.tensors(values)
-    flow = bound.program.flow
+    flow, products = bound.program.flow, bound.program.products
     known: dict[Any, Cost] = {}
     found: dict[str, Cost] = {}
     for launch, call, drops in zip(bound.plan.launches, bound.calls, bound.drops):
@@ -179,7 +172,8 @@ def measure_costs(
                 before.put_back_counters()
                 call(list(tensors))  # results go nowhere: they would take the place of those that later kernels read
 
-            known[key] = clock.cost(again, (num_rows or {}).get(name, NUM_ROWS))
+            # code that we know nothing about may multiply, too
+            known[key] = clock.cost(again, products is None or name in products or CALLER in flow.op(name).uses)
             before.put_back()
         found[name] = known[key]
         call(tensors)

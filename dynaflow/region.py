@@ -47,7 +47,7 @@ from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
-from dynaflow.trials import Choice, Room, Trials, in_order
+from dynaflow.trials import MAX_MEMORY, Choice, Room, Trials, in_order
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, are_aligned, device_of, is_capturing, on
 
@@ -233,7 +233,7 @@ class Case:
             self.bound = self._bind(Plan.parse(self.choice.plan))
             self._way = Way(region, made, self.bound, device)
             if region.in_captures and device.type == "cuda":
-                cuda.side_streams(device, self.bound.streams)  # streams are not made while others capture
+                cuda.side_streams(device, self.bound.streams, self.bound.product_streams)  # not made while others capture
             settings.count(plans=1, binds=1)
             settings.note_peak(self.bound.peak_bytes)
         else:
@@ -297,8 +297,7 @@ class Case:
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
-            room = Room(self.kernels, args, self.region.settings.max_memory)
-            if room.held(self._bind(plan)) > room.limit(self._bind(in_order(self.kernels))):
+            if not Room(args, self._bind(in_order(self.kernels)), self.region.settings.max_memory).take(self._bind(plan)):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice = replace(choice, plan=str(plan))
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
@@ -309,7 +308,7 @@ class Case:
         region, device = self.region, device_of(args)
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
         lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
-        settings = region.settings.max_memory, region.settings.runtime, ambient()
+        settings = region.settings.max_memory or MAX_MEMORY, region.settings.runtime, ambient()
         key = repr((region.digest, region.name, lie, machine, torch.__version__, settings))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 

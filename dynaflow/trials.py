@@ -23,25 +23,15 @@ from torch._prims_common import clone_preserve_strides
 
 from dynaflow.costs import Cost, Costs, bound_us
 from dynaflow.inductor.kernels import Kernels
-from dynaflow.ir import CALLER, Plan
-from dynaflow.measure import (
-    MIN_GAIN,
-    NUM_ROWS,
-    Before,
-    clock_for,
-    compare,
-    is_faster,
-    is_product,
-    measure_costs,
-    same_random_numbers,
-    workspace_bytes,
-)  # fmt: skip
+from dynaflow.ir import Plan, Stream
+from dynaflow.measure import MIN_GAIN, Before, clock_for, compare, is_faster, measure_costs, same_random_numbers
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
+from dynaflow.runtime.workspaces import workspace_bytes
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, device_of
@@ -55,8 +45,8 @@ log = logging.getLogger("dynaflow")
 NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
 # of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
 AS_FAST = 1.02
-# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more
-MAX_MEMORY, SPARE_BYTES = 1.25, 256 * 2**20
+# what a plan may hold where nothing is said: so many times what Inductor's own order holds
+MAX_MEMORY = 1.25
 
 INDUCTOR, ONE_STREAM, IN_A_ROW = "Inductor", "one stream", "kernels in a row"
 
@@ -89,31 +79,29 @@ class Choice:
 
 
 class Room:
-    """What a plan of these kernels may hold."""
+    """What plans of these kernels may hold, what the call is given included.
 
-    def __init__(self, kernels: Kernels, args: Sequence[Any], max_memory: float | None):
-        device = device_of(args)
-        # kernels that keep memory for every stream that they run on, and how much
-        self.products = frozenset(op.name for op, target in zip(kernels.flow.ops, kernels.targets) if is_product(target))
-        self.workspace = workspace_bytes(device)
-        self._given_bytes, self._factor = _num_bytes(args), max_memory
+    Inductor's order has one workspace for its products. A plan has one more for every side stream that has some, and those are kept for
+    good: of plans that were tried before, too.
+    """
 
-    def limit(self, serial: Bound) -> float:
-        """What it is given aside."""
-        held = serial.peak_bytes + self._given_bytes
-        return (max(MAX_MEMORY * held, held + SPARE_BYTES) if self._factor is None else self._factor * held) - self._given_bytes
+    def __init__(self, args: Sequence[Any], serial: Bound, max_memory: float | None):
+        self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
+        # side streams that have a workspace by now
+        self._streams: frozenset[Stream] = frozenset()
+        self.limit = (max_memory or MAX_MEMORY) * self.held(serial)
 
     def held(self, bound: Bound) -> int:
-        """With the workspaces of its side streams."""
-        streams = {launch.stream for launch in bound.plan.launches if any(op in self.products for op, _ in launch.calls)}
-        return bound.peak_bytes + self.workspace * len(streams - {CALLER})
+        """With it, once it has run."""
+        num_workspaces = bool(bound.program.products) + len(self._streams | bound.product_streams)
+        return self._given_bytes + bound.peak_bytes + num_workspaces * self._workspace_bytes
 
-    def num_rows(self, serial: Bound) -> dict[str, int]:
-        """Products are measured on as many streams as there is room for their workspaces: these stay."""
-        if not self.workspace:
-            return {}
-        room = int(max(0.0, self.limit(serial) - serial.peak_bytes) // self.workspace)
-        return dict.fromkeys(self.products, min(NUM_ROWS, 1 + room))
+    def take(self, bound: Bound) -> bool:
+        """Whether it may run; it is taken to, then."""
+        if self.held(bound) > self.limit:
+            return False
+        self._streams |= bound.product_streams
+        return True
 
 
 def in_order(kernels: Kernels) -> Plan:
@@ -128,7 +116,8 @@ class Trials:
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._clock = clock_for(self._device)
-        self._room = Room(kernels, args, region.settings.max_memory)
+        self._serial = self._bind(in_order(kernels))
+        self._room = Room(args, self._serial, region.settings.max_memory)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
         self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
@@ -141,47 +130,45 @@ class Trials:
     def choose(self) -> Choice:
         with torch.no_grad(), same_random_numbers(self._device):
             flow = self._kernels.flow
-            serial = self._bind(in_order(self._kernels))
             values = {name: self._given[i] for i, name in self._kernels.inputs}
-            costs = measure_costs(serial, values, self._kernels.keys, self._clock, self._room.num_rows(serial))
+            costs = measure_costs(self._serial, values, self._kernels.keys, self._clock)
             bound, in_a_row = bound_us(flow, costs), sum(costs[op.name].us for op in flow.ops)
             if self._region.in_captures and bound > (1 - MIN_GAIN) * in_a_row:
                 return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs)
-            best = self._best(costs, serial)
+            best = self._best(costs)
             if not self._wins_again(best):
                 best = INDUCTOR
         plan = str(self._bounds[best].plan) if best in self._bounds else ""
         return Choice(plan, {**self._times(), "bound": bound}, costs)
 
-    def _best(self, costs: Costs, serial: Bound) -> str:
+    def _best(self, costs: Costs) -> str:
         flow = self._kernels.flow
         candidates = [c for c in search(flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
         # the simulator is not the device: the best of each kind, not the best few, which are much alike
         kinds = {c.kind: c for c in reversed(candidates)}
         best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]
-        best = self._try({ONE_STREAM: serial} | self._within_memory(best_first, NUM_TRIED, serial))
+        best = self._try({ONE_STREAM: self._serial} | self._within_memory(best_first, NUM_TRIED))
         if best not in kinds:
             return best
         # costs are not quite what they were measured to be: neighbours may be better still
-        near = self._within_memory(neighbours(flow, costs, kinds[best], NUM_NEIGHBOURS), NUM_NEIGHBOURS, serial)
+        near = self._within_memory(neighbours(flow, costs, kinds[best], NUM_NEIGHBOURS), NUM_NEIGHBOURS)
         if not near:
             return best
         del self._rounds[best]  # it runs beside them once more: what was measured earlier, the machine may have been slower for
         return self._try(near)
 
-    def _within_memory(self, candidates: Sequence[Candidate], count: int, serial: Bound) -> dict[str, Bound]:
+    def _within_memory(self, candidates: Sequence[Candidate], count: int) -> dict[str, Bound]:
         """The first `count` that hold no more than they may."""
-        limit, held = self._room.limit(serial), self._room.held
         found: dict[str, Bound] = {}
         for candidate in candidates:
             plan = place(self._kernels.flow, candidate.plan, self._kernels.allocated)
             verify(plan, self._kernels.flow)
             bound = self._bind(plan)
-            if held(bound) <= limit:
+            if self._room.take(bound):
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
                 log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%s)", self._region.name, candidate.kind,
-                         held(bound) / 2**20, limit / 2**20, self._region.settings.max_memory)  # fmt: skip
+                         self._room.held(bound) / 2**20, self._room.limit / 2**20, self._region.settings.max_memory)  # fmt: skip
             if len(found) == count:
                 break
         return found

@@ -33,6 +33,7 @@ from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures, 
 from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
 from dynaflow.ir import Flow, Op, Value
 from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
+from dynaflow.runtime.workspaces import is_product
 
 WHOLE_BATCH = "a kernel runs over the whole batch"
 ALLOCATES = "an extern kernel allocates its own result"
@@ -185,8 +186,9 @@ class _Reader:
         changed = {value for op in flow.ops for value in op.mutates}
         allocated = frozenset(value.name for kernel in self._kernels for value, _ in kernel.made)
         keys = {op.name: self._key(kernel) for op, kernel in zip(flow.ops, self._kernels)}
+        products = frozenset(op.name for op, kernel in zip(flow.ops, self._kernels) if is_product(kernel.target))
         return Kernels(
-            flow, Program(flow, units, layouts, compiler=_AsTheyAre()), allocated, tuple(inputs),
+            flow, Program(flow, units, layouts, compiler=_AsTheyAre(), products=products), allocated, tuple(inputs),
             tuple(i for i, arg in inputs if arg in changed), tuple(k.target for k in self._kernels), keys, returns,
         )  # fmt: skip
 

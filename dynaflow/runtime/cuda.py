@@ -10,7 +10,7 @@ stream continues after every side stream. So no tensor is freed while a stream u
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Collection
 
 import torch
 
@@ -18,16 +18,23 @@ from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
+from dynaflow.runtime.workspaces import make_workspace
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
 _lock = threading.Lock()
 
 
-def side_streams(device: torch.device, streams: tuple[Stream, ...]) -> list[torch.cuda.Stream]:
+def side_streams(device: torch.device, streams: tuple[Stream, ...], products: Collection[Stream] = ()) -> list[torch.cuda.Stream]:
+    """The CUDA streams behind a plan's. `products`: those of them that cuBLAS runs on; they have its workspace then."""
     if any(s.sms is not None for s in streams):
         shares = split_streams(streams, device)
-        return [shares[s.name] for s in streams]
-    return [side_stream(device, s) for s in streams]
+        found = [shares[s.name] for s in streams]
+    else:
+        found = [side_stream(device, s) for s in streams]
+    for stream, side in zip(streams, found):
+        if stream in products:
+            make_workspace(side)
+    return found
 
 
 def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
@@ -36,8 +43,6 @@ def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
     with _lock:
         if key not in _streams:
             _streams[key] = torch.cuda.Stream(device, priority=stream.priority)
-            with torch.cuda.stream(_streams[key]):
-                torch.cuda.current_blas_handle()  # made here: not in the middle of the first plan
         return _streams[key]
 
 
@@ -61,11 +66,11 @@ class CudaStreams:
     Event = torch.cuda.Event
     set_stream = staticmethod(torch.cuda.set_stream)
 
-    def __init__(self, device: torch.device, streams: tuple[Stream, ...]):
+    def __init__(self, device: torch.device, bound: Bound):
         caller = torch.cuda.current_stream(device)
-        if streams:
+        if bound.streams:
             _after_last_caller(device, caller)
-        self.all = (caller, *side_streams(device, streams))
+        self.all = (caller, *side_streams(device, bound.streams, bound.product_streams))
 
     def join(self) -> None:
         """After an error: the caller's stream is current again, and goes on behind whatever was launched."""
@@ -76,7 +81,7 @@ class CudaStreams:
 
 
 def issue(bound: Bound, run: Run, device: torch.device) -> None:
-    streams = list(CudaStreams(device, bound.streams).all)
+    streams = list(CudaStreams(device, bound).all)
     caller = streams[0]
     events: dict[str, torch.cuda.Event] = {}
     timed: list[tuple[Any, Any, Any]] = []

@@ -1,11 +1,10 @@
 """Measuring: once per kernel and shape, in its place, and without a trace."""
 
-import pytest
 import torch
 
 from dynaflow.costs import Cost
 from dynaflow.inductor.kernels import kernels
-from dynaflow.measure import NUM_ROWS, HostClock, compare, is_faster, is_product, measure_costs, workspace_bytes
+from dynaflow.measure import HostClock, compare, is_faster, measure_costs
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.runtime.binder import Binder
@@ -31,11 +30,11 @@ class CountingClock(HostClock):
     def __init__(self):
         super().__init__(0.5)
         self.num_measured = 0
-        self.num_rows = []
+        self.has_workspace = []
 
-    def cost(self, launch, num_rows=NUM_ROWS):
+    def cost(self, launch, has_workspace=False):
         self.num_measured += 1
-        self.num_rows.append(num_rows)
+        self.has_workspace.append(has_workspace)
         super().cost(launch)
         return Cost(float(self.num_measured))
 
@@ -59,28 +58,12 @@ def test_each_kernel_and_shape_once_and_nothing_shows():
     torch.testing.assert_close(mine, y + (x @ x @ x + y))
 
 
-def test_some_kernels_are_measured_beside_fewer_of_their_own():
+def test_a_clock_is_told_which_kernels_have_a_workspace():
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     made, bound = bound_kernels(x, y)
     clock = CountingClock()
-    measure_costs(bound, {"arg0_1": x, "arg1_1": y}, made.keys, clock, {"mm.0": 2})
-    assert clock.num_rows == [2, NUM_ROWS]
-
-
-@pytest.mark.parametrize("target, wanted", [
-    ("extern_kernels.mm", True), ("extern_kernels.addmm", True), ("extern_kernels.bmm", True), ("torch.ops.aten._scaled_mm.default", True),
-    ("aten.addmm.out", True),
-    ("extern_kernels.convolution", True), ("triton_poi_fused_mm_0", False), ("torch.ops.aten.add_.Tensor", False),
-    ("torch.ops.aten._scaled_dot_product_flash_attention.default", False),
-])  # fmt: skip
-def test_which_kernels_keep_a_workspace_per_stream(target, wanted):
-    assert is_product(target) == wanted
-
-
-def test_a_workspace_is_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    assert workspace_bytes(torch.device("cuda")) == (4096 * 2 + 16 * 8) * 1024
-    assert workspace_bytes(torch.device("cpu")) == 0
+    measure_costs(bound, {"arg0_1": x, "arg1_1": y}, made.keys, clock)
+    assert clock.has_workspace == [True, False] and made.program.products == {"mm.0", "mm.1"}
 
 
 def test_a_host_clock_measures():

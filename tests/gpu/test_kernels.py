@@ -1,5 +1,8 @@
 """Inductor's kernels under plans of several streams, in one recording: the same bits, the caller's memory left alone."""
 
+import gc
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +14,11 @@ if not torch.cuda.is_available():
 import dynaflow as df
 from dynaflow import region
 from dynaflow.measure import CudaClock
+from dynaflow.runtime import workspaces
+from dynaflow.runtime.workspaces import workspace_bytes
 
 DEVICE = torch.device("cuda")
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -210,12 +216,69 @@ def test_auto_chooses_and_says_why(case):
     assert "chosen" in text and "critical path" in text
 
 
-def test_costs_tell_small_kernels_from_large_ones():
+@pytest.mark.parametrize("has_workspace", [False, True])
+def test_costs_tell_small_kernels_from_large_ones(has_workspace):
     small, large = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for n in (128, 8192))
     clock = CudaClock(DEVICE)
-    a, b = clock.cost(lambda: torch.mm(small, small)), clock.cost(lambda: torch.mm(large, large))
+    a, b = (clock.cost(lambda x=x: torch.mm(x, x) if has_workspace else x.sin(), has_workspace) for x in (small, large))
     print(a, b)
-    assert a.us < 20 < b.us and a.share < 0.75 < b.share
+    assert a.us < 20 < b.us and a.share < 0.6 and b.share > 0.75
+
+
+# -- what libraries keep
+
+
+@pytest.fixture
+def without_workspaces(monkeypatch):
+    """As if nothing had been multiplied yet."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    monkeypatch.setattr(workspaces, "_mine", threading.local())
+
+
+def allocated():
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def test_measuring_a_product_makes_no_workspace_but_that_of_recordings(without_workspaces):
+    x = torch.randn(256, 256, device=DEVICE, dtype=torch.bfloat16)
+    torch.mm(x, x)
+    before = allocated()
+    CudaClock(DEVICE).cost(lambda: torch.mm(x, x), has_workspace=True)
+    assert allocated() <= before + workspace_bytes(DEVICE) + MIB
+
+
+def convolutions(width=16):
+    """Branches without a product."""
+    branches = nn.ModuleList(nn.Sequential(nn.Conv2d(8, width, k, padding=k // 2), nn.ReLU(), nn.Conv2d(width, width, k, padding=k // 2))
+                             for k in (1, 3, 5, 3)).to(DEVICE).to(memory_format=torch.channels_last)  # fmt: skip
+
+    def model(x):
+        return sum(b(x) for b in branches)
+
+    return model
+
+
+@pytest.mark.parametrize("strategy", [df.Branches(4), "auto"])
+def test_streams_without_products_have_no_workspace(without_workspaces, strategy):
+    x, fast = image(dtype=torch.float32), compiled(convolutions(), strategy)
+    before = allocated()
+    for _ in range(6):
+        fast(x)
+    # slots, outputs of two recordings, what is folded into weights: each below a MiB
+    assert allocated() <= before + 8 * MIB
+
+
+def test_streams_with_products_have_one_each(without_workspaces):
+    """The twin: the caller's stream, that of recordings, and the plan's side streams."""
+    x, fast = tokens(), compiled(adapted().eval(), df.Branches(3))
+    before = allocated()
+    for _ in range(6):
+        fast(x)
+    held = allocated() - before
+    assert 3 * workspace_bytes(DEVICE) <= held <= 4 * workspace_bytes(DEVICE) + 8 * MIB
 
 
 def test_memory_is_given_back():

@@ -1,0 +1,116 @@
+"""cuBLAS's workspaces: for whom, how large, and what plans may hold with them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dynaflow.ir import Stream
+from dynaflow.runtime.program import Bound
+from dynaflow.runtime.workspaces import is_product, workspace_bytes
+from dynaflow.trials import Room
+from tests.cpu.inductor.kernel_samples import read
+
+MIB = 2**20
+A, B, C = Stream("aux0"), Stream("aux1"), Stream("critical", -1)
+
+
+@pytest.mark.parametrize("target, wanted", [
+    ("extern_kernels.mm", True), ("extern_kernels.addmm", True), ("extern_kernels.bmm", True), ("torch.ops.aten._scaled_mm.default", True),
+    ("aten.addmm.out", True), ("triton_poi_fused_mm_0", False), ("torch.ops.aten.add_.Tensor", False),
+    ("torch.ops.aten._scaled_dot_product_flash_attention.default", False),
+])  # fmt: skip
+def test_which_kernels_are_products(target, wanted):
+    assert is_product(target) == wanted
+
+
+@pytest.mark.parametrize("target", ["extern_kernels.convolution", "torch.ops.aten.convolution_backward.default"])
+@pytest.mark.parametrize("is_there, is_enabled", [(True, True), (False, True), (True, False)])
+def test_convolutions_are_products_where_there_is_no_cudnn(monkeypatch, target, is_there, is_enabled):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: is_there)
+    with torch.backends.cudnn.flags(enabled=is_enabled):
+        assert is_product(target) != (is_there and is_enabled)
+
+
+def test_a_workspace_is_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert workspace_bytes(torch.device("cuda")) == (4096 * 2 + 16 * 8) * 1024
+    assert workspace_bytes(torch.device("cpu")) == 0
+
+
+# -- which streams
+
+
+def streams_of(plan, products):
+    """What a plan of (op, stream) launches says; the streams are A, B and C."""
+    launches = [SimpleNamespace(stream=stream, calls=((op, None),)) for op, stream in plan]
+    bound = SimpleNamespace(program=SimpleNamespace(products=products), plan=SimpleNamespace(launches=launches), streams=(A, B, C))
+    return Bound.product_streams.func(bound)
+
+
+def test_streams_without_products_need_none():
+    plan = [("conv.0", "aux0"), ("mm.1", "aux1"), ("mm.2", "caller"), ("relu.3", "critical")]
+    assert streams_of(plan, frozenset({"mm.1", "mm.2"})) == {B}
+    assert streams_of(plan, frozenset({"mm.2"})) == set(), "the caller's own is no side stream"
+    assert streams_of(plan, frozenset({"mm.1", "relu.3"})) == {B, C}
+
+
+def test_where_nobody_knows_every_side_stream_may_need_one():
+    assert streams_of([("op", "caller")], None) == {A, B, C}
+
+
+def test_a_wrapper_says_which_of_its_kernels_are_products():
+    made = read("""
+        buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+        extern_kernels.mm(arg0_1, arg0_1, out=buf0)
+        triton_poi_fused_add_1.run(buf0, 16, stream=stream0)
+        return (buf0, )
+    """, torch.zeros(4, 4))  # fmt: skip
+    assert made.program.products == {"mm.0"}
+
+
+# -- what there is room for
+
+
+def holding(mib, streams=(), has_products=True):
+    """A plan that holds so much, with products on these side streams."""
+    products = frozenset({"mm.0"} if has_products else ())
+    return SimpleNamespace(peak_bytes=mib * MIB, product_streams=frozenset(streams), program=SimpleNamespace(products=products))
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Inductor's order holds 100 MiB that are given, 60 of its own and one workspace of 32: plans may hold 240."""
+    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    return Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), None)
+
+
+def test_what_is_given_and_workspaces_count(room):
+    assert room.limit == 240 * MIB and room.held(holding(60)) == 192 * MIB
+    assert room.held(holding(60, [A, B])) == 256 * MIB
+    assert room.take(holding(76, [A])), "100 given, 76, and two workspaces: as much as there may be"
+
+
+def test_rejects_what_holds_more(room):
+    assert not room.take(holding(77, [A]))
+    assert not room.take(holding(60, [A, B])), "a third workspace is one too many"
+    assert room.take(holding(60, [A])), "nothing is kept of what was refused"
+
+
+def test_streams_of_plans_that_were_tried_count(room):
+    assert room.take(holding(60, [A]))
+    assert room.take(holding(76, [A])), "the same stream has the same workspace"
+    assert not room.take(holding(60, [C])), "it would be there beside the first one's"
+    assert not room.take(holding(77)), "the first one's stays"
+
+
+def test_without_products_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60, has_products=False), None)
+    assert room.limit == 200 * MIB
+    assert room.take(holding(100, has_products=False)) and not room.take(holding(101, has_products=False))
+
+
+def test_the_factor_is_the_users(monkeypatch):
+    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), 2.0)
+    assert room.limit == 320 * MIB and room.take(holding(220, [A, B])) and not room.take(holding(221))
