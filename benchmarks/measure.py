@@ -16,7 +16,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,16 +146,9 @@ def _on_cpu(case: Case, call: Call, count: int) -> list[float]:
 
 
 # Steps of one variant in a row, and those of them that are dropped: who is bound by the host calls one model again and again, and what
-# ran before has filled the host's caches with its own.
+# ran before has filled the host's caches with its own. Of many launches fewer steps: their queue pushes back.
 HOST_STEPS, HOST_DROPPED = 10, 4
-
-
-def _wait_awake() -> None:
-    """Until the device is idle. The host does not go to sleep over it: it would be slower behind."""
-    end = torch.cuda.Event()
-    end.record()
-    while not end.query():
-        pass
+LAUNCHED_STEPS, LAUNCHED_DROPPED = 4, 1
 
 
 @contextlib.contextmanager
@@ -169,10 +162,12 @@ def on_one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "") -> dict[str, dict[str, float]]:
-    """Time on the host until a call returns, of each variant, taken in turns. The device is idle when a call begins, as it is wherever
-    the host's time shows: what is launched behind work in progress waits for it, and that is no work of the host's. `over_base_us`: the
-    median, over turns, of what a variant took more than the base did in the same turn."""
+def host_us(
+    case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "", launched: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Time on the host until a call returns, of each variant, taken in turns. The queue is emptied before each turn, so that it never
+    pushes back. `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn. `launched`:
+    variants that launch kernel by kernel."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
     result: Any = None
     gc.collect()
@@ -182,16 +177,17 @@ def host_us(case: Case, calls: Mapping[str, Call], device: str, count: int = 200
             for _ in range(-(-count // (HOST_STEPS - HOST_DROPPED))):
                 for name, call in calls.items():
                     block = []
-                    for _ in range(HOST_STEPS):
+                    num_steps, num_dropped = (LAUNCHED_STEPS, LAUNCHED_DROPPED) if name in launched else (HOST_STEPS, HOST_DROPPED)
+                    if device.startswith("cuda"):
+                        torch.cuda.synchronize()
+                    for _ in range(num_steps):
                         case.reset()
                         inputs = _next()
                         result = None  # freed outside of the timed call
-                        if device.startswith("cuda"):
-                            _wait_awake()
                         began = time.perf_counter()
                         result = call(inputs)
                         block.append((time.perf_counter() - began) * 1e6)
-                    times[name].append(block[HOST_DROPPED:])
+                    times[name].append(block[num_dropped:])
     finally:
         gc.enable()
     del result

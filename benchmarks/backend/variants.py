@@ -95,6 +95,7 @@ COMPILE, COMPILE_GRAPH, REPLAY = "torch.compile", "torch.compile+graph", "torch.
 # a split plan serves all batch sizes from one capture, as this does
 COMPILE_DYNAMIC = "torch.compile, dynamic"
 GUARDS = "Dynamo's guards"
+BARE = "Dynamo's guards, then torch.compile+graph"
 OURS, OURS_GRAPH, OURS_BORROW = "dynaflow", "dynaflow graph", "dynaflow graph borrow"
 OURS_FIXED = "dynaflow graph borrow, fixed weights"
 SPLITS = {n: (f"split {n}", f"split {n} graph") for n in (2, 4)}
