@@ -9,6 +9,8 @@ touches a piece touches it.
 2. In order of birth, give each value a slot whose last value is dead by then: one of the same size first, then the smallest
    larger one, then the largest smaller one (which grows), else a new one.
 
+Where sizes are numbers once and for all, as those of kernels are, `pack` makes better use of bytes than slots do.
+
 Two kinds of values have no slot: internal ones, which never leave their launch, and loose ones, which stay in the memory in which
 their op returned them (`can_be_loose`); when that memory may be given back is `drop_points`.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Mapping
+from typing import Mapping, Sequence
 
 from dynaflow.ir import WHOLE, Flow, Launch, Part, Plan, covers, evaluate, overlap
 from dynaflow.sync import clocks
@@ -27,30 +29,12 @@ ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
 
 def place(flow: Flow, plan: Plan, loose: frozenset[str] = frozenset()) -> Plan:
     """`loose`: values that their op allocates; those that may be loose get no slot, the others are as all."""
-    stream_index, table = clocks(plan)
-    num_streams = len(stream_index)
     nominal = flow.nominal_sizes
-    temps, op_index, hidden = flow.temps, flow.index, internal_values(flow, plan)
     loose = loose & can_be_loose(flow, plan) if loose else loose
 
     # 1. lifetimes
-    born: dict[str, list[int]] = {}
-    last: dict[str, list[int]] = {}
-    for launch, (s, position, before) in zip(plan.launches, table):
-        for name, _ in launch.calls:
-            made, touched = temps[op_index[name]]
-            for value in made:
-                if value in born:
-                    born[value] = [a if a < b else b for a, b in zip(born[value], before)]
-                elif value not in hidden:
-                    born[value] = before
-                    last[value] = [0] * num_streams
-                else:
-                    continue
-                last[value][s] = position + 1
-            for value in touched:
-                if value in last:
-                    last[value][s] = position + 1
+    stream_index, table = clocks(plan)
+    born, last = _lifetimes(flow, plan, len(stream_index), table)
 
     # 2. slots; `free[size]` holds (slot, last access per stream) of the value that has it now
     slot_of: dict[str, int] = {}
@@ -78,6 +62,32 @@ def place(flow: Flow, plan: Plan, loose: frozenset[str] = frozenset()) -> Plan:
         free.setdefault(size, []).append((found, last[value]))
     slots = sorted(slot_of.items(), key=lambda item: item[1])
     return replace(plan, slots=tuple(slots), loose=tuple(value for value in born if value in loose))
+
+
+def _lifetimes(
+    flow: Flow, plan: Plan, num_streams: int, table: Sequence[tuple[int, int, list[int]]]
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Of values that leave their launch, in the order of their first write: what every writer knows to be over, and the position behind
+    the last access, per stream."""
+    temps, op_index, hidden = flow.temps, flow.index, internal_values(flow, plan)
+    born: dict[str, list[int]] = {}
+    last: dict[str, list[int]] = {}
+    for launch, (s, position, before) in zip(plan.launches, table):
+        for name, _ in launch.calls:
+            made, touched = temps[op_index[name]]
+            for value in made:
+                if value in born:
+                    born[value] = [a if a < b else b for a, b in zip(born[value], before)]
+                elif value not in hidden:
+                    born[value] = before
+                    last[value] = [0] * num_streams
+                else:
+                    continue
+                last[value][s] = position + 1
+            for value in touched:
+                if value in last:
+                    last[value][s] = position + 1
+    return born, last
 
 
 def _take(free: dict[int, list[tuple[int, list[int]]]], size: int, birth: list[int]) -> int | None:
@@ -241,3 +251,55 @@ def bind_memory(flow: Flow, plan: Plan, sizes: Mapping[str, int]) -> Memory:
         offset_of[slot] = end
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return Memory({value: (offset_of[slot], nbytes_of[value]) for value, slot in plan.slots}, end)
+
+
+def pack(flow: Flow, plan: Plan, sizes: Mapping[str, int]) -> Memory:
+    """Like `bind_memory`, for these sizes alone: any bytes of a value that is over may be another's, not slots as a whole.
+
+    The largest value first, each at the lowest offset at which it lies on nobody who may be alive beside it. Such a memory has to be
+    verified for its sizes (`verify_memory`). Where it takes no less than the slots do, slots it is.
+    """
+    in_slots = bind_memory(flow, plan, sizes)
+    nbytes = {value: -(-size // ALIGNMENT) * ALIGNMENT for value, (_, size) in in_slots.offsets.items()}
+    beside = _beside(flow, plan, nbytes)
+    offsets: dict[str, int] = {}
+    for value in sorted(nbytes, key=lambda v: -nbytes[v]):
+        at = 0
+        for start, end in sorted((offsets[other], offsets[other] + nbytes[other]) for other in beside[value] if other in offsets):
+            if at + nbytes[value] <= start:
+                break
+            at = max(at, end)
+        offsets[value] = at
+    end = max((at + nbytes[value] for value, at in offsets.items()), default=0)
+    if end >= in_slots.arena_bytes:
+        return in_slots
+    return Memory({value: (offsets[value], size) for value, (_, size) in in_slots.offsets.items()}, end)
+
+
+def _beside(flow: Flow, plan: Plan, values: Mapping[str, int]) -> dict[str, list[str]]:
+    """Value -> others that may be alive while it is: nothing orders all accesses of the one before all of the other."""
+    stream_index, table = clocks(plan)
+    born, last = _lifetimes(flow, plan, len(stream_index), table)
+    # what every launch from there on knows to be over
+    known = [[len(table)] * len(stream_index)]
+    for _, _, before in reversed(table):
+        known.append([a if a < b else b for a, b in zip(known[-1], before)])
+    known.reverse()
+    temps, op_index, first = flow.temps, flow.index, dict[str, int]()
+    for number, launch in enumerate(plan.launches):
+        for op, _ in launch.calls:
+            for value in temps[op_index[op]][0]:
+                first.setdefault(value, number)
+    found: dict[str, list[str]] = {value: [] for value in values}
+    alive: list[str] = []
+    for value, birth in born.items():
+        if value not in found:
+            continue
+        over = known[first[value]]
+        alive = [other for other in alive if any(a < b for a, b in zip(over, last[other]))]
+        for other in alive:
+            if any(a < b for a, b in zip(birth, last[other])):
+                found[value].append(other)
+                found[other].append(value)
+        alive.append(value)
+    return found

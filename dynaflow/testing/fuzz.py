@@ -36,7 +36,7 @@ from dynaflow.context import Context
 from dynaflow.errors import DynaFlowError
 from dynaflow.fuse import fuse
 from dynaflow.ir import Plan, Wait
-from dynaflow.memory import bind_memory, internal_values, loose_values, place
+from dynaflow.memory import bind_memory, internal_values, loose_values, pack, place
 from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
 from dynaflow.runtime import fake
@@ -154,6 +154,7 @@ def plan_problems(plan: Plan, case: Case, seed: int) -> Iterator[str]:
     flow, rng = case.flow, random.Random(seed)
     report = verify(plan, flow)
     verify_memory(flow, plan, bind_memory(flow, plan, case.sizes), case.sizes)
+    verify_memory(flow, plan, pack(flow, plan, case.sizes), case.sizes)
     verify(plan.serialised(), flow)
     if frozenset(plan.loose) != loose_values(flow, plan):
         yield "what it lists as loose is not what has no slot"
@@ -181,9 +182,9 @@ def run_problems(
 ) -> Iterator[str]:
     program = replace(case.program, functions=functions)
     serialised = bind(plan.serialised(), program, case.sizes)
-    bound = bind(plan, program, case.sizes)
+    bound, packed = (bind(plan, program, case.sizes, memory) for memory in (None, pack(case.flow, plan, case.sizes)))
     orders: list[str | int] = ["issue", "lazy", "greedy", *range(count)]
-    for which, order in [(serialised, "issue"), *((bound, order) for order in orders[:count])]:
+    for which, order in [(serialised, "issue"), *((packed if i % 2 else bound, order) for i, order in enumerate(orders[:count]))]:
         inputs = case.inputs()
         tensors = which.tensors(inputs, poison=True)
         fake.issue(which, Run(which, tensors), order)
@@ -192,7 +193,7 @@ def run_problems(
         for name, tensor in expected.items():
             found = outputs.get(name, inputs.get(name))
             if found is None or not torch.equal(found, tensor):
-                yield f"'{name}' differs under order={order!r}" + ("" if which is bound else " of the serialised plan")
+                yield f"'{name}' differs under order={order!r}" + (" of the serialised plan" if which is serialised else "")
                 break
 
 

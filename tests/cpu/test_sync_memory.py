@@ -1,5 +1,6 @@
 """synchronise adds the fewest waits; place shares memory only between values whose lives are ordered."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from dynaflow.context import Context
 from dynaflow.errors import PlanRefused
 from dynaflow.ir import Plan, Wait
-from dynaflow.memory import ALIGNMENT, bind_memory, place
+from dynaflow.memory import ALIGNMENT, bind_memory, pack, place
 from dynaflow.planner import plan, sequential_plan
 from dynaflow.strategies import Branches, NanoBatch, TwoBatch
 from dynaflow.sync import synchronise
+from dynaflow.testing import fuzz, random_flow, show_wrong
 from dynaflow.testing.notation import flow_of
 from dynaflow.verify import verify, verify_memory
 from tests.cpu.flows import chain, diamond, stateful
@@ -54,6 +56,55 @@ def test_memory_holds_for_every_size(flow, strategy, batch_size):
     verify_memory(flow, p, memory)
     assert set(memory.offsets) == {v.name for v in flow.values if v.role == "temp"}
     assert all(offset % ALIGNMENT == 0 for offset, _ in memory.offsets.values())
+
+
+# -- bytes instead of slots
+
+
+@pytest.mark.parametrize(("flow", "strategy"), CASES, ids=str)
+@pytest.mark.parametrize("batch_size", [3, 12, 1000])
+def test_packed_memory_is_in_order_and_takes_no_more(flow, strategy, batch_size):
+    p, sizes = made(flow, strategy), {"s0": batch_size}
+    memory = pack(flow, p, sizes)
+    verify_memory(flow, p, memory, sizes)
+    assert memory.arena_bytes <= bind_memory(flow, p, sizes).arena_bytes
+    assert all(offset % ALIGNMENT == 0 for offset, _ in memory.offsets.values())
+
+
+def sized(flow, **sizes):
+    return replace(flow, values=tuple(replace(v, nbytes=str(sizes.get(v.name, 0) * ALIGNMENT)) for v in flow.values))
+
+
+def test_two_small_values_lie_where_a_large_one_was():
+    """Slots would be as large as the largest value in each: h, and s beside r."""
+    flow = sized(flow_of("input x\n a: x -> h\n b: h -> q\n c: q -> r\n d: q r -> s\n e: r s -> y\n output y"), h=4, q=1, r=2, s=2)
+    p = place(flow, sequential_plan(flow, ""))
+    assert bind_memory(flow, p, {}).arena_bytes > 5 * ALIGNMENT
+    packed = pack(flow, p, {})
+    verify_memory(flow, p, packed, {})
+    assert packed.arena_bytes == 5 * ALIGNMENT, "h and q are alive at once, and so are q, r and s"
+
+
+def test_bytes_are_shared_only_where_streams_order_it():
+    """w is dead when r is written if both are on one stream; on two, nothing says so."""
+    text = "plan {}\nstream one\nstream two\nlaunch a @one\nlaunch b @one\nlaunch c @{}\nlaunch d @{}\n"
+    flow = sized(flow_of("input x\n a: x -> w\n b: w -> y\n c: x -> r\n d: r -> z\n output y z"), w=3, r=2)
+    for other, num in (("one", 3), ("two", 5)):
+        p = place(flow, synchronise(flow, Plan.parse(text.format(flow.label, other, other))))
+        packed = pack(flow, p, {})
+        verify_memory(flow, p, packed, {})
+        assert packed.arena_bytes == num * ALIGNMENT
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_nothing_is_wrong_with_packed_memory(seed):
+    """Random flows and plans, run under several interleavings: the oracle knows nothing of lifetimes."""
+    case, rng = random_flow(seed), random.Random(seed)
+    for strategy in rng.sample(fuzz.strategies(case), 2):
+        p, functions = fuzz.make_plan(case, strategy, rng)
+        memory = pack(case.flow, p, case.sizes)
+        verify_memory(case.flow, p, memory, case.sizes)
+        assert not show_wrong(p, case, case.reference(), num_interleavings=6, seed=seed, memory=memory, functions=functions)
 
 
 def test_a_long_chain_reuses_memory():
