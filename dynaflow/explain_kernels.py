@@ -11,12 +11,10 @@ import torch
 from dynaflow.costs import critical_path_us, total_work_us
 from dynaflow.engine import CapturedGraph
 from dynaflow.ir import CALLER, Flow, Plan
-from dynaflow.planned import finish_plan
-from dynaflow.planner import sequential_plan
 from dynaflow.region import Case, Choice
-from dynaflow.runtime.binder import Binder
 from dynaflow.simulate import simulate
 from dynaflow.timeline import Timeline
+from dynaflow.trials import in_order
 
 # plans of more launches are not drawn
 MAX_DRAWN = 40
@@ -72,7 +70,7 @@ def explain_case(case: Case) -> ExplainedKernels:
     if case.kernels is None or case.choice is None:
         return ExplainedKernels(region.name, region.refusal or "it was not called")
     flow = case.kernels.flow
-    serial = Binder(finish_plan(flow, sequential_plan(flow, ""), None, case.kernels.allocated), case.kernels.program).bind({})
+    serial = case.kernels.bind(in_order(case.kernels))
     bound = case.bound or serial
     return ExplainedKernels(region.name, "", flow, bound.plan, serial.plan, case.choice, bound.peak_bytes, serial.peak_bytes)
 

@@ -43,7 +43,6 @@ from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy
 from dynaflow.recorded import touches_host, why_unrecordable
 from dynaflow.runtime import cuda
-from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
@@ -230,7 +229,7 @@ class Case:
                 region.note(plan.reason)
             self.choice = Choice("" if plan.reason else str(plan), {}, {})
         if self.choice.plan:
-            self.bound = self._bind(Plan.parse(self.choice.plan))
+            self.bound = made.bind(Plan.parse(self.choice.plan))
             self._way = Way(region, made, self.bound, device)
             if region.in_captures and device.type == "cuda":
                 cuda.side_streams(device, self.bound.streams, self.bound.product_streams)  # not made while others capture
@@ -261,10 +260,6 @@ class Case:
         planner = run_strategy(self.kernels.flow, self.region.settings.strategy, Context(facts))
         return finish_plan(self.kernels.flow, planner.finish(), None, self.kernels.allocated)
 
-    def _bind(self, plan: Plan) -> Bound:
-        assert self.kernels is not None
-        return Binder(plan, self.kernels.program).bind({})
-
     def _remembered(self, args: Sequence[Any]) -> Choice | None:
         assert self.kernels is not None
         text = disk.load(self._path(args))
@@ -273,7 +268,8 @@ class Case:
         try:
             choice = Choice.parse(text)
             if choice.plan:
-                verify(Plan.parse(choice.plan), self.kernels.flow)
+                verify(plan := Plan.parse(choice.plan), self.kernels.flow)
+                self.kernels.bind(plan)
         except Exception as error:  # noqa: BLE001 (whatever another version left there)
             log.info("%s: the choice that was kept is of no use: %s: %s", self.region.name, type(error).__name__, error)
             return None
@@ -294,10 +290,11 @@ class Case:
             plan = replace(Plan.parse(choice.plan), flow=self.kernels.flow.label)
             try:
                 verify(plan, self.kernels.flow)
+                bound = self.kernels.bind(plan)
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
-            if not Room(args, self._bind(in_order(self.kernels)), self.region.settings.max_memory).take(self._bind(plan)):
+            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice = replace(choice, plan=str(plan))
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)

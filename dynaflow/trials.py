@@ -28,7 +28,6 @@ from dynaflow.measure import MIN_GAIN, Before, clock_for, compare, is_faster, me
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
-from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.workspaces import workspace_bytes
@@ -116,7 +115,7 @@ class Trials:
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._clock = clock_for(self._device)
-        self._serial = self._bind(in_order(kernels))
+        self._serial = kernels.bind(in_order(kernels))
         self._room = Room(args, self._serial, region.settings.max_memory)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
@@ -163,7 +162,7 @@ class Trials:
         for candidate in candidates:
             plan = place(self._kernels.flow, candidate.plan, self._kernels.allocated)
             verify(plan, self._kernels.flow)
-            bound = self._bind(plan)
+            bound = self._kernels.bind(plan)
             if self._room.take(bound):
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
@@ -209,9 +208,6 @@ class Trials:
 
     def _times(self) -> dict[str, float]:
         return {name: statistics.median(us) for name, us in self._rounds.items()}
-
-    def _bind(self, plan: Plan) -> Bound:
-        return Binder(plan, self._kernels.program).bind({})
 
 
 def _has_idle_streams(candidate: Candidate, others: Iterable[Candidate]) -> bool:

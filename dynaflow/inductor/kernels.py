@@ -9,7 +9,8 @@ wrapper runs as it is.
    the first kernel that touches the new name reads it too.)
 2. Kernels become ops, with the places that each touches.
 3. Values that several kernels write disjoint slices of (a concatenation) have a piece per slice.
-4. Ops become units: functions that bind the wrapper's names to the tensors they are given, and run the statement as it stands.
+4. Ops become units: functions that bind the wrapper's names to the tensors they are given, and run the statement as it stands; or,
+   of an extern kernel that allocates its result and can be told where to write it, the same into memory that is given (`writers`).
 
 What an op takes or returns on the host and nobody looks at (the random state of an attention without dropout) is no value: a constant
 stands for it.
@@ -31,9 +32,13 @@ import torch
 from dynaflow.inductor.places import Place, are_disjoint
 from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures, view_base
 from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
-from dynaflow.ir import Flow, Op, Value
-from dynaflow.runtime.program import Entry, Geometry, Layout, Program, Unit
+from dynaflow.inductor.writers import Write, writer
+from dynaflow.ir import Flow, Op, Plan, Value
+from dynaflow.memory import pack
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Bound, Entry, Geometry, Layout, Program, Unit
 from dynaflow.runtime.workspaces import is_product
+from dynaflow.verify import verify_memory
 
 WHOLE_BATCH = "a kernel runs over the whole batch"
 ALLOCATES = "an extern kernel allocates its own result"
@@ -45,7 +50,7 @@ class Kernels:
 
     flow: Flow
     program: Program
-    # values that extern kernels allocate
+    # values that extern kernels allocate, and cannot be told where
     allocated: frozenset[str]
     # (argument's position, value) of the tensors that come in; those that are changed in place
     inputs: tuple[tuple[int, str], ...]
@@ -56,6 +61,12 @@ class Kernels:
     keys: Mapping[str, Any]
     # what the wrapper returns: (value, place of it or None for all of it), or a constant in a tuple of one
     returns: tuple[tuple[str, Place | None] | tuple[Any], ...]
+
+    def bind(self, plan: Plan) -> Bound:
+        """Numbers are given: values lie as close to each other as they can, and that is verified."""
+        memory = pack(self.flow, plan, {})
+        verify_memory(self.flow, plan, memory, {})
+        return Binder(plan, self.program).bind({}, memory)
 
     def hand_out(self, args: Sequence[Any], outputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """What the wrapper would return, from the flow's outputs and the call's arguments."""
@@ -132,6 +143,8 @@ class _Kernel:
     idle: set[str] = field(default_factory=set)
     # what it allocates: (value, index into what is returned; None: all of it)
     made: list[tuple[_Value, int | None]] = field(default_factory=list)
+    # how it writes its result where it is told; None: it runs as it stands
+    write: Write | None = None
 
 
 class _Reader:
@@ -318,7 +331,13 @@ class _Reader:
         if s.kind == "own":
             if not self._signatures.makes_memory(s.target):
                 raise NotUnderstood(f"{s.target} may return memory that is not its own")
-            kernel.made = list(self._made(s, rest, effects.idle_results))
+            kernel.write = None if effects.uses else self._writer(s, call)
+            if kernel.write is None:
+                kernel.made = list(self._made(s, rest, effects.idle_results))
+            else:
+                value = self._bind_value(s.makes, self._seen[s.makes], "temp")
+                kernel.names[s.makes] = (value, value.place)
+                kernel.touched.append((value, value.place, WRITE))
         if "wait_tensor" in s.target:
             kernel.touched += self._in_flight([value for value, _, _ in kernel.touched])
         self._kernels.append(kernel)
@@ -341,6 +360,29 @@ class _Reader:
                 found += [(value, place, READ) for value, place, _ in kernel.touched if value not in awaited]
         return found
 
+    def _writer(self, s: Statement, call: ast.Call) -> Write | None:
+        def taken() -> tuple[list[Any], dict[str, Any]]:
+            return [self._taken(arg) for arg in call.args], {str(k.arg): self._taken(k.value) for k in call.keywords}
+
+        try:
+            return writer(s.target, taken, self._seen[s.makes]) if s.makes in self._seen else None
+        except NotUnderstood:
+            return None  # it runs as it stands
+
+    def _taken(self, node: ast.expr) -> Any:
+        """What an argument is: the geometry of a tensor, or a number."""
+        name = view_base(node)
+        if name not in self._names:
+            return self._evaluate(ast.unparse(node))
+        value, place = self._peek(name)
+        if isinstance(node, ast.Call):
+            place = self._view(node, place)
+        return Geometry(place.shape, place.stride, value.geometry.dtype, value.geometry.device)
+
+    def _view(self, node: ast.Call, base: Place) -> Place:
+        shape, stride, offset = (self._evaluate(ast.unparse(a)) for a in node.args[1:4])
+        return Place(base.offset + offset, tuple(shape), tuple(stride))
+
     def _touch(self, kernel: _Kernel, node: ast.expr, mode: str) -> None:
         if view_base(node) not in self._names:
             raise NotUnderstood(f"{kernel.target} reads {view_base(node)}, which means nothing")
@@ -352,8 +394,7 @@ class _Reader:
             name = node.args[0].id
             value, base = self._resolve(name, mode)
             kernel.names[name] = (value, base)
-            shape, stride, offset = (self._evaluate(ast.unparse(a)) for a in node.args[1:4])
-            place = Place(base.offset + offset, tuple(shape), tuple(stride))
+            place = self._view(node, base)
         kernel.touched.append((value, place, mode))
 
     def _made(self, s: Statement, rest: Sequence[Statement], idle: Sequence[int]) -> Sequence[tuple[_Value, int | None]]:
@@ -447,7 +488,9 @@ class _Reader:
                 lines.append(f"{used} = {self._setup[used]}")
             elif used in kernel.idle:
                 lines.append(f"{used} = constants[{used!r}]")
-        if s.kind == "own":
+        if kernel.write is not None:
+            lines += [f"_df_write({s.makes}, {self._text((s.function[1] + 1, s.span[1]))}", "return ()"]
+        elif s.kind == "own":
             lines.append(f"{s.makes} = {self._text(s.span)}")
             results = "".join(f"{s.makes}{'' if i is None else f'[{i}]'}, " for _, i in kernel.made)
             lines.append(f"return ({results})")
@@ -455,7 +498,8 @@ class _Reader:
             lines += [self._text(s.span), "return ()"]
         source = "\n    ".join(["def kernel(args):", *lines])
         found: dict[str, Any] = {}
-        exec(compile(source, f"<{name}>", "exec"), {**self._scope, "constants": self._constants}, found)  # noqa: S102 (Inductor's statement, its names bound)
+        scope = {**self._scope, "constants": self._constants, "_df_write": kernel.write}
+        exec(compile(source, f"<{name}>", "exec"), scope, found)  # noqa: S102 (Inductor's statement, its names bound)
         return Unit(found["kernel"], args, tuple(v.name for v, _ in kernel.made), frozenset(made), (name,))
 
     def _key(self, kernel: _Kernel) -> Any:

@@ -137,6 +137,10 @@ class Binder:
             _Arg(-1, self._exprs.setdefault((a.text, part), len(self._exprs))) if isinstance(a, Expr) else self._argument(a, part)
             for a in unit.args
         )
+        if len(launch.calls) == 1:
+            for v in flow.op(launch.calls[0][0]).writes:
+                if v in self.loose and v in unit.args:
+                    raise _not_loose(launch, launch.calls[0][0], v)
         storages = {flow.value[v].storage for op, _ in launch.calls for v in _changed(flow, op)}
         changed = tuple(a.view for a, name in zip(args, unit.args) if isinstance(name, str) and flow.value[name].storage in storages)
         outs = tuple(self._view(v, part) for v in unit.outs)
@@ -434,6 +438,12 @@ def _not_in_place(launch: Launch, op: str, why: str) -> errors.MalformedPlan:
     return errors.MalformedPlan(
         f"in '{launch.label}', '{op}' writes a piece, and cannot write it where it lies.", where=launch.where, why=why,
         fix="launch it by itself, with a unit that writes to the place it is given or changes an argument")  # fmt: skip
+
+
+def _not_loose(launch: Launch, op: str, value: str) -> errors.MalformedPlan:
+    return errors.MalformedPlan(
+        f"'{value}' cannot be loose.", where=launch.where, why=f"'{op}' does not allocate it, and writes it where it is told",
+        fix="take it off the 'loose' line; df.place(flow, plan) gives the slots")  # fmt: skip
 
 
 def _changed(flow: Flow, name: str) -> list[str]:

@@ -271,6 +271,58 @@ def test_streams_without_products_have_no_workspace(without_workspaces, strategy
     assert allocated() <= before + 8 * MIB
 
 
+def conv_cases(before):
+    return [case for made in set(region.living) - before for case in made.cases.values() if case.kernels is not None]
+
+
+def test_convolutions_write_where_they_are_told():
+    before, x, fast = set(region.living), image(dtype=torch.float32), compiled(convolutions())
+    for _ in range(4):
+        assert torch.equal(fast(x), df.run_serialised(fast, x))
+    (case,) = conv_cases(before)
+    assert "extern_kernels.convolution" in case.kernels.targets
+    assert not case.kernels.allocated and not case.bound.plan.loose and not case.bound.copies
+
+
+@pytest.mark.parametrize("benchmark, deterministic, tf32", [(True, False, True), (False, True, False), (False, False, True)])
+def test_convolutions_are_bit_equal_under_every_setting(benchmark, deterministic, tf32):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark, deterministic=deterministic, allow_tf32=tf32):
+        x, fast = image(4, torch.float32, 48), compiled(convolutions(64))
+        for _ in range(4):
+            assert torch.equal(fast(x), df.run_serialised(fast, x))
+
+
+def reserved():
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_the_budget_holds(without_workspaces):
+    """What the process holds once a call is recorded, weights, inputs and all that the allocator rounds up included, against Inductor's
+    own order in a CUDA Graph."""
+    before, start = set(region.living), reserved()
+    model, x = convolutions(64), image(8, torch.float32, 112)
+    plain, given = torch.compile(model), x.clone()
+    for _ in range(2):
+        plain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = plain(given)
+    graph.replay()
+    of_inductor = reserved() - start
+    del graph, result, given, plain
+    torch._dynamo.reset()
+    fast = compiled(model, "auto")
+    for _ in range(6):
+        fast(x)
+    ours = reserved() - start
+    (case,) = conv_cases(before)
+    print(f"Inductor {of_inductor / MIB:.1f} MiB, ours {ours / MIB:.1f} with {len(case.bound.streams) if case.bound else 0} side streams")
+    assert ours <= 1.25 * of_inductor + 2 * MIB
+
+
 def test_streams_with_products_have_one_each(without_workspaces):
     """The twin: the caller's stream, that of recordings, and the plan's side streams."""
     x, fast = tokens(), compiled(adapted().eval(), df.Branches(3))
