@@ -111,7 +111,7 @@ class PlanBody:
 
     def prepare(self) -> list[torch.Tensor]:
         if self._device.type == "cuda":
-            cuda.side_streams(self._device, self._plan().streams, self._plan().product_streams)
+            cuda.side_streams(self._device, self._plan().streams, self._plan().product_streams, is_recorded=True)
         return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:

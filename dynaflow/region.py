@@ -232,7 +232,7 @@ class Case:
             self.bound = made.bind(Plan.parse(self.choice.plan))
             self._way = Way(region, made, self.bound, device)
             if region.in_captures and device.type == "cuda":
-                cuda.side_streams(device, self.bound.streams, self.bound.product_streams)  # not made while others capture
+                cuda.side_streams(device, self.bound.streams, self.bound.product_streams, is_recorded=True)  # not while others capture
             settings.count(plans=1, binds=1)
             settings.note_peak(self.bound.peak_bytes)
         else:

@@ -24,8 +24,11 @@ _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
 _lock = threading.Lock()
 
 
-def side_streams(device: torch.device, streams: tuple[Stream, ...], products: Collection[Stream] = ()) -> list[torch.cuda.Stream]:
-    """The CUDA streams behind a plan's. `products`: those of them that cuBLAS runs on; they have its workspace then."""
+def side_streams(
+    device: torch.device, streams: tuple[Stream, ...], products: Collection[Stream] = (), is_recorded: bool = False
+) -> list[torch.cuda.Stream]:
+    """The CUDA streams behind a plan's. `products`: those of them that cuBLAS runs on; they have its workspace then. `is_recorded`: they
+    are about to be captured."""
     if any(s.sms is not None for s in streams):
         shares = split_streams(streams, device)
         found = [shares[s.name] for s in streams]
@@ -33,7 +36,7 @@ def side_streams(device: torch.device, streams: tuple[Stream, ...], products: Co
         found = [side_stream(device, s) for s in streams]
     for stream, side in zip(streams, found):
         if stream in products:
-            make_workspace(side)
+            make_workspace(side, is_recorded)
     return found
 
 

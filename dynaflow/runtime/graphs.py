@@ -12,6 +12,9 @@ survive a replay. Slots and outputs are not in the pool: what one recording free
 may be overwritten by the next call anyway: the first recording of a pool, where no other can have been there before, allocates borrowed
 outputs itself, as late as it can, and they lie where its own intermediate results were. How a recording is made is a parameter: on the
 CPU nothing is recorded, and a replay issues the work again on the same memory.
+
+Recordings of one device, whoever made them, run one after the other (`Turns`): they were recorded on the same streams, and libraries keep
+memory for a stream that its kernels then share.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from dynaflow.runtime.lent import Lent, by_address, let_go
+from dynaflow.runtime.workspaces import make_workspace
 
 log = logging.getLogger("dynaflow")
 
@@ -87,6 +91,41 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _capture_streams: dict[int, torch.cuda.Stream] = {}
 
 
+class Turns:
+    """The order in which the recordings of one device run, whatever streams and threads they are replayed from."""
+
+    def __init__(self, device: torch.device):
+        # nothing else is locked while it is held
+        self._lock = threading.Lock()
+        self._device, self._index = device, device.index or 0
+        self._last_stream: Any = None
+        self._last_raw: int | None = None
+
+    def takes(self, replay: Callable[[], Any]) -> Callable[[], None]:
+        """The replay, behind all that came before it. On the path of every call."""
+
+        def run() -> None:
+            with self._lock:
+                if _raw_stream(self._index) != self._last_raw:
+                    self._move()
+                replay()
+
+        return run
+
+    def _move(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None:
+            stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_raw = stream, stream.cuda_stream
+
+
+_turns: dict[int, Turns] = {}
+
+
+def turns_of(device: torch.device) -> Turns:
+    return _turns.setdefault(device.index or 0, Turns(device))
+
+
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     index = device.index or 0
     if index not in _capture_streams:
@@ -113,6 +152,7 @@ class CudaRecorder:
         self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
+        make_workspace(stream, is_recorded=True)
         handle = self._pool.handle_for(stream)
         self._context = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         self._context.__enter__()
@@ -122,7 +162,7 @@ class CudaRecorder:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
             self._context.__exit__(None, None, None)
         self._leave()
-        return self._graph.replay
+        return turns_of(self._device).takes(self._graph.replay)
 
     def _leave(self) -> None:
         if self._guard is not None:

@@ -181,3 +181,54 @@ def test_garbage_is_not_collected_while_recording():
         recorder.begin()
         recorder.abort()
     assert gc.isenabled()
+
+
+class Thin(nn.Module):
+    """Products that are long and thin: cuBLAS splits them, and adds up the pieces in its workspace."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(16384, 64), (64, 16384)] * 4
+        self.layers = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_models_on_two_streams_share_no_workspace_at_once():
+    torch.manual_seed(0)
+    models = [Thin().to(DEVICE, torch.bfloat16) for _ in range(2)]
+    inputs = [torch.randn(32, 16384, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    fast = [df.compile(m, strategy="sequential", runtime="graph") for m in models]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.no_grad():
+        for f, x in zip(fast, inputs):
+            for _ in range(3):
+                f(x)
+        wanted = [f(x).clone() for f, x in zip(fast, inputs)]
+        torch.cuda.synchronize()
+        got = [[], []]
+        for _ in range(50):
+            for f, x, stream, found in zip(fast, inputs, streams, got):
+                with torch.cuda.stream(stream):
+                    found.append(f(x).clone())
+        torch.cuda.synchronize()
+    assert all(torch.equal(y, w) for found, w in zip(got, wanted) for y in found)
+
+
+def test_workspaces_that_torch_gives_back_stay_the_recordings():
+    """What torch's own CUDA Graphs do between two of our calls."""
+    model, x = Thin().to(DEVICE, torch.bfloat16), torch.randn(32, 16384, device=DEVICE, dtype=torch.bfloat16)
+    fast = df.compile(model, strategy="sequential", runtime="graph")
+    with torch.no_grad():
+        for _ in range(3):
+            wanted = fast(x).clone()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        # whoever gets memory now, up to what is free of 32 MiB blocks
+        others = [torch.full((8 * 2**20,), 3.0, device=DEVICE) for _ in range(8)]
+        for _ in range(5):
+            assert torch.equal(fast(x), wanted)
+    torch.cuda.synchronize()
+    assert all(bool((o == 3.0).all()) for o in others)
