@@ -141,7 +141,7 @@ def measure(row: Row, device: str, tiny: bool, num_rounds: int) -> Result:
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
             print(f"    {name}: NOT MEASURED, {missing[name]}", flush=True)
-    times = side_by_side(case, made, device, num_rounds)
+    times = side_by_side(case, made, device, num_rounds, has_device=False)  # accelerate takes seconds per step
     figures = {name: t.figures() for name, t in times.items()}
     ours = min((n for n in (OURS, GRAPH) if n in figures), key=lambda n: figures[n]["median_ms"], default=None)
     bound = max((figures[n]["median_ms"] for n in (RESIDENT, COPIES) if n in figures), default=None)
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--rows", default="*")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--merge", type=Path, nargs="+", default=[])
