@@ -1,0 +1,138 @@
+"""On a GPU machine that is lent for minutes and has no network: tests and suites in one call, results in one folder.
+
+    python -m benchmarks.lent --out OUT tests! "branches --rows 'hrnet_w18 b=*' --limit-s 200" "backend --only host & offload" caches
+
+Steps run in the order given. A step that fails stops nothing, unless it ends with "!".
+
+    tests           tests/gpu, files side by side; those that measure time behind them, alone
+    SUITE ...       python -m benchmarks.SUITE ... --json OUT/SUITE-k.json; with "&" between them, several at once: they take turns
+    caches          what was compiled, for the next call: OUT/caches.*
+
+`--bundles` is a folder of *.tar.xz with packages that the machine lacks, `--caches` one with what an earlier call left, `--commit` what
+stands in the results. Everything that is unpacked or compiled lies in the temporary folder, for as long as the machine is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = Path(tempfile.gettempdir()) / "dynaflow-lent"
+TESTS = {
+    "kernels": ("test_kernels.py", "test_in_captures.py"), "backend": ("test_backend.py",),
+    "engine": ("test_engine.py", "test_offload.py", "test_strategies.py"),
+}  # fmt: skip
+TIMED_TESTS = {"network": ("test_network.py",)}
+# lines of a step's output that are shown; all of it is in its file
+SHOWN = 30
+# bytes of one piece of the caches
+PIECE = 15 * 2**20
+
+
+class Lent:
+    def __init__(self, args: argparse.Namespace):
+        self.out, self.limit_s = args.out.resolve(), args.tests_limit_s
+        self.out.mkdir(parents=True, exist_ok=True)
+        packages, self.caches = WORK / "packages", WORK / "caches"
+        packages.mkdir(parents=True, exist_ok=True)
+        if not self.caches.exists():
+            self.caches.mkdir()
+            if args.caches is not None:
+                self._unpack_caches(sorted(args.caches.glob("caches.*")))
+        for bundle in sorted(args.bundles.glob("*.tar.xz")) if args.bundles is not None else ():
+            if not (done := WORK / f"{bundle.name}.done").exists():
+                with tarfile.open(bundle) as tar:
+                    tar.extractall(packages, filter="tar")
+                done.touch()
+        path = [str(ROOT), str(packages), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        self.env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"), "TRITON_CACHE_DIR": str(self.caches / "triton"),
+            "DYNAFLOW_DIR": str(self.caches / "dynaflow"),
+        } | ({"DYNAFLOW_COMMIT": args.commit} if args.commit else {})  # fmt: skip
+        self._number = 0
+
+    def step(self, text: str) -> bool:
+        """Whether it went well."""
+        if text == "tests":
+            return self._tests(TESTS) & self._tests(TIMED_TESTS)
+        if text == "caches":
+            return self._pack_caches()
+        commands = []
+        for one in text.split("&"):
+            suite, *rest = shlex.split(one)
+            self._number += 1
+            name = f"{suite}-{self._number}"
+            commands.append((name, ["-m", f"benchmarks.{suite}", *rest, "--json", str(self.out / f"{name}.json")], None))
+        return self._run(commands)
+
+    def _tests(self, files: dict[str, tuple[str, ...]]) -> bool:
+        command = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--maxfail=5"]
+        return self._run([(name, [*command, *(f"tests/gpu/{file}" for file in each)], self.limit_s) for name, each in files.items()])
+
+    def _run(self, commands: list[tuple[str, list[str], float | None]]) -> bool:
+        """All at once; each into a file of its own, whose end is shown."""
+        running, went_well = [], True
+        for name, command, limit_s in commands:
+            with (self.out / f"{name}.log").open("wb") as log:
+                process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=self.env, stdout=log, stderr=log)
+                running.append((name, process, limit_s))
+        began = time.monotonic()
+        for name, process, limit_s in running:
+            try:
+                rc: int | None = process.wait(None if limit_s is None else max(1.0, limit_s - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                rc = None
+            went_well &= rc == 0
+            lines = (self.out / f"{name}.log").read_text(errors="replace").splitlines()
+            print(f"== {name}: {'ended for want of time' if rc is None else f'rc {rc}'}, {time.monotonic() - began:.0f} s",
+                  *(line[:200] for line in lines[-(SHOWN if rc != 0 or name not in TESTS else 1) :]), sep="\n", flush=True)  # fmt: skip
+        return went_well
+
+    def _pack_caches(self) -> bool:
+        whole = WORK / "caches.tar.xz"
+        with tarfile.open(whole, "w:xz", preset=1) as tar:
+            tar.add(self.caches, arcname=".")
+        data = whole.read_bytes()
+        for k, at in enumerate(range(0, len(data), PIECE)):
+            (self.out / f"caches.{k:02}").write_bytes(data[at : at + PIECE])
+        print(f"== caches: {len(data) / 2**20:.0f} MiB", flush=True)
+        return True
+
+    def _unpack_caches(self, pieces: list[Path]) -> None:
+        whole = WORK / "caches.tar.xz"
+        whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+        with tarfile.open(whole) as tar:
+            tar.extractall(self.caches, filter="tar")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--bundles", type=Path)
+    parser.add_argument("--caches", type=Path)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--tests-limit-s", type=float, default=150.0)
+    args = parser.parse_args()
+    lent, went_well = Lent(args), True
+    for text in args.steps:
+        good = lent.step(text.removesuffix("!"))
+        went_well &= good
+        if not good and text.endswith("!"):
+            print(f"stopped behind {text}")
+            break
+    return 0 if went_well else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""What runs on a lent machine, here with suites that are cheap."""
+
+import argparse
+
+import pytest
+
+from benchmarks import lent
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(lent, "WORK", tmp_path / "work")
+
+    def make(**options):
+        args = {"out": tmp_path / "out", "bundles": None, "caches": None, "commit": "abc", "tests_limit_s": 60.0}
+        return lent.Lent(argparse.Namespace(**args | options))
+
+    return make
+
+
+def test_suites_run_side_by_side_and_say_how_they_ended(machine, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "tree" / "benchmarks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    says = "import os, sys\nprint(sys.argv[1:], os.environ['DYNAFLOW_COMMIT'])\nopen(sys.argv[-1], 'w').write('{}')"
+    (package / "good.py").write_text(says)
+    (package / "bad.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(lent, "ROOT", tmp_path / "tree")
+    here = machine()
+    assert here.step("good --rows 'a b=*'")
+    assert (tmp_path / "out" / "good-1.json").read_text() == "{}"
+    assert "['--rows', 'a b=*', '--json'" in capsys.readouterr().out
+    assert "abc" in (tmp_path / "out" / "good-1.log").read_text()
+    assert not here.step("good & bad")
+    told = capsys.readouterr().out
+    assert "== good-2: rc 0" in told and "== bad-3: rc 3" in told
+
+
+def test_what_hangs_is_ended(machine, monkeypatch, capsys):
+    here = machine()
+    assert not here._run([("sleeper", ["-c", "import time; time.sleep(60)"], 0.5)])
+    assert "sleeper: ended for want of time" in capsys.readouterr().out
+
+
+def test_caches_come_back_in_the_next_call(machine, tmp_path, monkeypatch):
+    here = machine()
+    (here.caches / "inductor").mkdir()
+    (here.caches / "inductor" / "kernel.py").write_text("compiled" * 1000)
+    monkeypatch.setattr(lent, "PIECE", 64)
+    assert here.step("caches")
+    assert len(list((tmp_path / "out").glob("caches.*"))) > 1
+    monkeypatch.setattr(lent, "WORK", tmp_path / "another")
+    again = machine(caches=tmp_path / "out")
+    assert (again.caches / "inductor" / "kernel.py").read_text() == "compiled" * 1000
+
+
+def test_a_step_that_must_go_well_stops_the_others(monkeypatch, tmp_path, capsys):
+    done = []
+    monkeypatch.setattr(lent, "WORK", tmp_path / "work")
+    monkeypatch.setattr(lent.Lent, "step", lambda self, text: done.append(text) or text != "tests")
+    for steps in (["tests", "a", "b"], ["tests!", "a"]):
+        monkeypatch.setattr("sys.argv", ["lent", "--out", str(tmp_path / "out"), *steps])
+        assert lent.main() == 1
+    assert done == ["tests", "a", "b", "tests"] and "stopped behind tests!" in capsys.readouterr().out
