@@ -15,8 +15,9 @@ import torch
 from dynaflow.costs import Cost
 from dynaflow.ir import CALLER, Stream
 from dynaflow.runtime.cuda import side_streams
-from dynaflow.runtime.graphs import Pool, as_replay
+from dynaflow.runtime.graphs import Pool, as_replay, capture_stream
 from dynaflow.runtime.program import Bound, Call
+from dynaflow.runtime.workspaces import make_workspace
 
 # launches of one kernel in a row, in one recording; rows side by side; replays, of which the fastest counts
 NUM_IN_A_ROW, NUM_ROWS, NUM_REPLAYS = 8, 8, 3
@@ -77,6 +78,8 @@ class CudaClock:
                 launch()
 
         launch()  # kernels load, libraries make their workspaces
+        if has_workspace:
+            make_workspace(capture_stream(self._device), is_recorded=True)
         recorded = as_replay(self._pool, self._device, row)
         alone = self._us([recorded])
         if alone <= 0:

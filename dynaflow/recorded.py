@@ -17,8 +17,9 @@ import torch
 
 from dynaflow.ir import Flow, Op, Value, evaluate
 from dynaflow.runtime import cuda, generated
-from dynaflow.runtime.graphs import Between
+from dynaflow.runtime.graphs import Between, capture_stream
 from dynaflow.runtime.program import Bound, Expr, Layout, scratch
+from dynaflow.runtime.workspaces import make_workspace
 from dynaflow.units import Built
 
 if TYPE_CHECKING:
@@ -109,9 +110,15 @@ class PlanBody:
     def allocates(self) -> bool:
         return not self.eager and self._plan().is_one_unit
 
-    def prepare(self) -> list[torch.Tensor]:
-        if self._device.type == "cuda":
-            cuda.side_streams(self._device, self._plan().streams, self._plan().product_streams, is_recorded=True)
+    def prepare(self) -> None:
+        if self._device.type != "cuda":
+            return
+        bound = self._plan()
+        cuda.side_streams(self._device, bound.streams, bound.product_streams, is_recorded=True)
+        if bound.program.products is None or bound.program.products:
+            make_workspace(capture_stream(self._device), is_recorded=True)
+
+    def make_outputs(self) -> list[torch.Tensor]:
         return [scratch(geometry) for geometry in self._plan().output_geometries]
 
     def _plan(self) -> Bound:

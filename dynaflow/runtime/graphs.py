@@ -32,7 +32,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from dynaflow.runtime.lent import Lent, by_address, let_go
-from dynaflow.runtime.workspaces import make_workspace
 
 log = logging.getLogger("dynaflow")
 
@@ -54,13 +53,15 @@ class Body(Protocol):
 
     def __call__(self, given: Sequence[Any], between: Between, outputs: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]: ...
 
-    def prepare(self) -> list[torch.Tensor]:
-        """What cannot be made while it is recorded (streams, say); and memory for the outputs."""
+    def prepare(self) -> None:
+        """Make what cannot be made while it is recorded: streams, and what libraries keep for them."""
         ...
+
+    def make_outputs(self) -> list[torch.Tensor]: ...
 
     @property
     def allocates(self) -> bool:
-        """Whether it may be given None for the outputs, and needs nothing prepared."""
+        """Whether it may be given None for the outputs."""
         ...
 
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
@@ -126,7 +127,8 @@ def turns_of(device: torch.device) -> Turns:
     return _turns.setdefault(device.index or 0, Turns(device))
 
 
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that recordings are made on."""
     index = device.index or 0
     if index not in _capture_streams:
         _capture_streams[index] = torch.cuda.Stream(device)
@@ -151,8 +153,7 @@ class CudaRecorder:
         self._stream = torch.cuda.current_stream(self._device)
         self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
-        stream = _capture_stream(self._device)
-        make_workspace(stream, is_recorded=True)
+        stream = capture_stream(self._device)
         handle = self._pool.handle_for(stream)
         self._context = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         self._context.__enter__()
@@ -241,17 +242,18 @@ class Recording:
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
         # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
-        prepared = None if allocates else body.prepare()
+        body.prepare()
+        made = None if allocates else body.make_outputs()
         outputs: Sequence[torch.Tensor]
         if recorder is None:
             # of promised weights the tensors themselves: should somebody break the promise, what is read is stale, not gone
             known = [a if i in body.promised else by_address(a) for i, a in enumerate(given)]
-            outputs = body(known, self._run_step, prepared)
+            outputs = body(known, self._run_step, made)
             self._pieces.append(lambda: body(known, Recording._run_step, outputs))
         else:
             try:
                 recorder.begin()
-                outputs = body(given, self._between, prepared)
+                outputs = body(given, self._between, made)
                 self._close()
             except BaseException:
                 recorder.abort()
@@ -307,7 +309,8 @@ one_at_a_time = threading.RLock()
 
 
 def as_replay(pool: Pool, device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
-    """What `work` launches, recorded: a function that launches it again. Where it fails, nothing is left of the attempt."""
+    """What `work` launches, recorded: a function that launches it again. Where it fails, nothing is left of the attempt. Who launches
+    products makes the workspace of `capture_stream` before."""
     recorder = CudaRecorder(pool, device)
     with one_at_a_time:
         try:

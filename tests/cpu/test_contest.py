@@ -330,7 +330,9 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
         changed = promised = saved = ()
         allocates = False
 
-        def prepare(self):
+        def prepare(self): ...
+
+        def make_outputs(self):
             made = [torch.zeros(4)]
             self.made = weakref.ref(made[0])
             return made
@@ -362,7 +364,9 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
         changed = promised = saved = ()
         allocates = False
 
-        def prepare(self):
+        def prepare(self): ...
+
+        def make_outputs(self):
             return [torch.zeros(4)]
 
         def has_steps(self):

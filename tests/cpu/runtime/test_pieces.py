@@ -124,7 +124,9 @@ def test_random_flows_in_pieces(seed):
         class Body:
             changed = promised = saved = ()
 
-            def prepare(self, bound=bound):
+            def prepare(self): ...
+
+            def make_outputs(self, bound=bound):
                 return [scratch(geometry) for geometry in bound.output_geometries]
 
             def __call__(self, given, between, outputs, bound=bound, eager=eager, inputs=inputs):
