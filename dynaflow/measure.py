@@ -62,14 +62,18 @@ class CudaClock:
     """A kernel alone, several times in a row in one recording; then n rows side by side. Where those take as long as one, it fills 1/n
     of the device or less; where they take n times as long, all of it.
 
-    What has a workspace is launched on no other stream than the current one and that of recordings: each would keep 32 MiB for good.
-    Nor may two of its rows share a workspace: where a product's parts take turns, they wait for counters there, for ever if another
-    product resets those. So two rows it is: launches on the current stream, and a recording.
+    What has a workspace runs on streams that may have one: each keeps 32 MiB for good. Nor may two of its rows share a workspace: where a
+    product's parts take turns, they wait for counters there, for ever if another product resets those. Where there is room for few, two
+    rows it is, which have one anyway: launches on the current stream, and a recording.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, spare: Callable[[Sequence[Stream]], Sequence[Stream]] = lambda streams: ()):
+        """`spare`: which of these streams may have a workspace."""
         self._device = device
-        self._side = side_streams(device, tuple(Stream(f"aux{i}") for i in range(NUM_ROWS - 1)))
+        streams = tuple(Stream(f"aux{i}") for i in range(NUM_ROWS - 1))  # plans run on these, too
+        self._side = side_streams(device, streams)
+        self._spare = lambda: spare(streams)
+        self._beside_products: list[torch.cuda.Stream] | None = None
         self._pool = Pool()
 
     def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
@@ -84,13 +88,22 @@ class CudaClock:
         alone = self._us([recorded])
         if alone <= 0:
             return Cost(alone, 1.0)
-        if has_workspace:
+        sides = self._sides_for_products() if has_workspace else self._side
+        if sides:
+            share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row, sides))]) / alone / (1 + len(sides))
+        else:
             # two rows tell nothing below a half: what can be told, from 1/2 to 1, stands for all there is
             half = self._us([row, recorded]) / alone / 2
             share = 1 - (1 - half) * 2 * (1 - 1 / NUM_ROWS)
-        else:
-            share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row))]) / alone / NUM_ROWS
         return Cost(alone, min(max(share, 0.0), 1.0))
+
+    def _sides_for_products(self) -> list[torch.cuda.Stream]:
+        """Asked for once, with the first product."""
+        if self._beside_products is None:
+            self._beside_products = self._side[: len(self._spare())]
+        for side in self._beside_products:
+            make_workspace(side, is_recorded=True)
+        return self._beside_products
 
     def _us(self, rows: Sequence[Callable[[], Any]]) -> float:
         """Of one launch in a row: the first row on the current stream, the others beside it. They wait until all are issued, behind a
@@ -115,22 +128,22 @@ class CudaClock:
             times.append(begin.elapsed_time(end) * 1e3)
         return min(times[1:]) / NUM_IN_A_ROW
 
-    def _in_rows(self, row: Callable[[], Any]) -> None:
+    def _in_rows(self, row: Callable[[], Any], sides: Sequence[torch.cuda.Stream]) -> None:
         main = torch.cuda.current_stream(self._device)
-        for side in self._side:
+        for side in sides:
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 row()
         row()
-        for side in self._side:
+        for side in sides:
             main.wait_stream(side)
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self._device)
 
 
-def clock_for(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+def clock_for(device: torch.device, spare: Callable[[Sequence[Stream]], Sequence[Stream]] = lambda streams: ()) -> Clock:
+    return CudaClock(device, spare) if device.type == "cuda" else HostClock()
 
 
 class Before:

@@ -46,7 +46,7 @@ from dynaflow.runtime import cuda
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
-from dynaflow.trials import MAX_MEMORY, Choice, Room, Trials, in_order
+from dynaflow.trials import MAX_MEMORY, SPARE_BYTES, Choice, Room, Trials, in_order
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, are_aligned, device_of, is_capturing, on
 
@@ -305,7 +305,7 @@ class Case:
         region, device = self.region, device_of(args)
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
         lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
-        settings = region.settings.max_memory or MAX_MEMORY, region.settings.runtime, ambient()
+        settings = region.settings.max_memory or (MAX_MEMORY, SPARE_BYTES), region.settings.runtime, ambient()
         key = repr((region.digest, region.name, lie, machine, torch.__version__, settings))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 

@@ -12,6 +12,7 @@ from dynaflow.ir import Flow, Plan
 from dynaflow.planner import plan
 from dynaflow.simulate import Device, simulate
 from dynaflow.strategies.branches import Branches
+from dynaflow.strategies.confined import NOTHING, Confined
 from dynaflow.strategies.greedy import Greedy
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
@@ -51,15 +52,16 @@ class Candidate:
 
 
 def search(
-    flow: Flow, costs: Costs, *, max_streams: int = 16, device: Device | None = None, context: Context | None = None
-) -> list[Candidate]:
+    flow: Flow, costs: Costs, *, max_streams: int = 16, device: Device | None = None, context: Context | None = None,
+    confined: Confined = NOTHING,
+) -> list[Candidate]:  # fmt: skip
     """Different plans, the fastest in simulation first; of equal ones, that with fewer streams.
 
     One stream is always among the settings: the first is never slower than that. Every simulation is of the costs given.
     """
     check_costs(flow, costs)
     found: dict[Plan, Candidate] = {}
-    for strategy, noise in settings(max_streams, device):
+    for strategy, noise in settings(max_streams, device, confined):
         made = synchronise(flow, plan(flow, strategy, context, costs=noisy(costs, noise) if noise else costs))
         if made not in found:
             found[made] = Candidate(made, strategy, noise, simulate(flow, made, costs, device).total_us)
@@ -77,18 +79,18 @@ def neighbours(flow: Flow, costs: Costs, candidate: Candidate, count: int, devic
     return list(found.values())[1:]
 
 
-def settings(max_streams: int, device: Device | None = None) -> Iterator[tuple[Strategy, int]]:
+def settings(max_streams: int, device: Device | None = None, confined: Confined = NOTHING) -> Iterator[tuple[Strategy, int]]:
     """(strategy, noise), plain ones first: of equal plans the first is kept."""
     for num_streams in (n for n in NUM_STREAMS if n <= max_streams):
-        yield Branches(num_streams, device=device), 0
+        yield Branches(num_streams, device=device, confined=confined), 0
         if num_streams == 1:
             continue
         for prioritised in (False, True):
             for slack in SLACKS:
-                yield Branches(num_streams, prioritised, slack, device), 0
+                yield Branches(num_streams, prioritised, slack, device, confined), 0
         for noise in range(1, NUM_NOISY + 1):
-            yield Branches(num_streams, device=device), noise
-        yield Greedy(num_streams), 0
+            yield Branches(num_streams, device=device, confined=confined), noise
+        yield Greedy(num_streams, confined), 0
 
 
 def noisy(costs: Costs, seed: int) -> dict[str, Cost]:

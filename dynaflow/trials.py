@@ -32,6 +32,7 @@ from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.workspaces import workspace_bytes
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
+from dynaflow.strategies.confined import Confined
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, device_of
 
@@ -44,8 +45,13 @@ log = logging.getLogger("dynaflow")
 NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
 # of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
 AS_FAST = 1.02
-# what a plan may hold where nothing is said: so many times what Inductor's own order holds
-MAX_MEMORY = 1.25
+# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more: the
+# allocator alone takes up to 20 MiB for each stream
+MAX_MEMORY, SPARE_BYTES = 1.25, 64 * 2**20
+# streams with a workspace that measuring products is worth
+MIN_MEASURED = 3
+# products that take less than this share of the time stay on the caller's stream: others would each keep a workspace for them
+FEW_PRODUCTS = 0.1
 
 INDUCTOR, ONE_STREAM, IN_A_ROW = "Inductor", "one stream", "kernels in a row"
 
@@ -88,7 +94,10 @@ class Room:
         self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
         # side streams that have a workspace by now
         self._streams: frozenset[Stream] = frozenset()
-        self.limit = (max_memory or MAX_MEMORY) * self.held(serial)
+        self._products, held = serial.program.products or frozenset(), self.held(serial)
+        self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if max_memory is None else max_memory * held
+        # workspaces that there is room for, beside that of Inductor's order
+        self.num_spare = int(max(0.0, self.limit - held) // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
 
     def held(self, bound: Bound) -> int:
         """With it, once it has run."""
@@ -102,6 +111,19 @@ class Room:
         self._streams |= bound.product_streams
         return True
 
+    def make(self, streams: Sequence[Stream]) -> Sequence[Stream]:
+        """Those of them that get a workspace to measure products by: none where it would be few. One is left, for what has another
+        priority."""
+        made = streams[: self.num_spare - 1] if self.num_spare > MIN_MEASURED else ()
+        self._streams |= frozenset(made)
+        return made
+
+    def confined(self, costs: Costs) -> Confined:
+        """Products, to as many streams as there is room for their workspaces, and as they are worth."""
+        total, mine = (sum(costs[name].us for name in names) for names in (costs, self._products))
+        num_streams = 1 if mine < FEW_PRODUCTS * total else 1 + self.num_spare
+        return Confined(self._products, num_streams)
+
 
 def in_order(kernels: Kernels) -> Plan:
     """The kernels one after the other, as Inductor has them."""
@@ -114,9 +136,9 @@ class Trials:
         # with their strides, which kernels take for granted: `clone` closes gaps
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
-        self._clock = clock_for(self._device)
         self._serial = kernels.bind(in_order(kernels))
         self._room = Room(args, self._serial, region.settings.max_memory)
+        self._clock = clock_for(self._device, self._room.make)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
         self._ways: dict[str, Boxed] = {INDUCTOR: region.plain}
@@ -142,7 +164,8 @@ class Trials:
 
     def _best(self, costs: Costs) -> str:
         flow = self._kernels.flow
-        candidates = [c for c in search(flow, costs, max_streams=MAX_STREAMS) if c.num_streams > 1]
+        found = search(flow, costs, max_streams=MAX_STREAMS, confined=self._room.confined(costs))
+        candidates = [c for c in found if c.num_streams > 1]
         # the simulator is not the device: the best of each kind, not the best few, which are much alike
         kinds = {c.kind: c for c in reversed(candidates)}
         best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]

@@ -5,6 +5,7 @@ from dynaflow.costs import Cost
 from dynaflow.ir import CALLER
 from dynaflow.planner import Planner, ReadyOp
 from dynaflow.simulate import Device, Machine
+from dynaflow.strategies.confined import NOTHING, Confined
 from dynaflow.strategy import Strategy
 
 # Where no costs are known, every op takes as long as any other and fits beside all others, and events are free.
@@ -32,8 +33,11 @@ class Branches(Strategy):
     while the device is full without them. `prioritised` keeps a lane of higher priority for critical ops.
     """
 
-    def __init__(self, num_streams: int = 6, prioritised: bool = False, slack: float = 0.1, device: Device | None = None):
-        self.num_streams, self.prioritised, self.slack, self.device = num_streams, prioritised, slack, device
+    def __init__(
+        self, num_streams: int = 6, prioritised: bool = False, slack: float = 0.1, device: Device | None = None,
+        confined: Confined = NOTHING,
+    ):  # fmt: skip
+        self.num_streams, self.prioritised, self.slack, self.device, self.confined = num_streams, prioritised, slack, device, confined
 
     def schedule(self, flow: Planner) -> None:
         ready = flow.get_ready_ops()
@@ -52,6 +56,7 @@ class Branches(Strategy):
         urgent = flow.stream("critical", priority=-1) if self.prioritised and self.num_streams > 1 else ""
         lanes = [CALLER, *(flow.stream(f"aux{i}") for i in range(self.num_streams - 1 - bool(urgent)))]
         idle = {*lanes, urgent} - {""}
+        in_order = [CALLER, *filter(None, (urgent, *lanes[1:]))]
         lane_of: dict[ReadyOp, str] = {}
         tail: dict[str, ReadyOp] = {}
         end_us: dict[ReadyOp, float] = {}  # of what runs: at the load that it found
@@ -78,7 +83,10 @@ class Branches(Strategy):
         def choose(r: ReadyOp) -> str:
             if CALLER in r.op.uses:
                 return CALLER
-            return urgent if urgent in idle and is_critical(r) else min(lanes, key=lambda lane: rank(r, lane))
+            mine = self.confined.lanes(r.name, in_order)
+            if urgent in idle and urgent in mine and is_critical(r):
+                return urgent
+            return min((lane for lane in mine if lane != urgent), key=lambda lane: rank(r, lane))
 
         ready.sort(key=urgency)
         while True:

@@ -1,5 +1,6 @@
 from dynaflow.ir import CALLER
 from dynaflow.planner import Planner
+from dynaflow.strategies.confined import NOTHING, Confined
 from dynaflow.strategy import Strategy
 
 
@@ -10,11 +11,12 @@ class Greedy(Strategy):
     aux0   |    C  E    ...
     """
 
-    def __init__(self, num_streams: int = 4):
-        self.num_streams = num_streams
+    def __init__(self, num_streams: int = 4, confined: Confined = NOTHING):
+        self.num_streams, self.confined = num_streams, confined
 
     def schedule(self, flow: Planner) -> None:
-        lanes = [CALLER, *(flow.stream(f"aux{i}") for i in range(self.num_streams - 1))]
+        in_order = [CALLER, *(flow.stream(f"aux{i}") for i in range(self.num_streams - 1))]
+        lanes = in_order[:]  # the longest idle one first
         order = {op.name: i for i, op in enumerate(flow.ops)}
         tail: dict[str, str] = {}  # stream -> the op that it ran last
         feeds: dict[str, set[str]] = {}  # op -> its direct dependencies
@@ -22,8 +24,9 @@ class Greedy(Strategy):
             r = min(ready, key=lambda r: order[r.name])
             for user in r.users:
                 feeds.setdefault(user.name, set()).add(r.name)
-            follows = [lane for lane in lanes if tail.get(lane) in feeds.get(r.name, ())]
-            lane = CALLER if CALLER in r.op.uses else follows[0] if follows else lanes[0]
+            mine = [CALLER] if CALLER in r.op.uses else self.confined.lanes(r.name, in_order)
+            may = [lane for lane in lanes if lane in mine]
+            lane = next((lane for lane in may if tail.get(lane) in feeds.get(r.name, ())), may[0])
             lanes.remove(lane)
             lanes.append(lane)
             tail[lane] = r.name

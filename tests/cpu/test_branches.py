@@ -12,6 +12,7 @@ from dynaflow.memory import place
 from dynaflow.planner import plan
 from dynaflow.simulate import Device, simulate
 from dynaflow.strategies import Branches, Greedy, Sequential
+from dynaflow.strategies.confined import Confined
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify
 from tests.cpu.flows import chain, diamond, stateful
@@ -171,3 +172,29 @@ def test_costs_make_the_difference():
     wrong = {name: Cost(11.0 - cost.us, cost.share) for name, cost in costs.items()}
     bad = simulate(flow, synchronise(flow, plan(flow, Branches(2), costs=wrong)), costs).total_us
     assert us(flow, costs, Branches(2)) < bad
+
+
+# -- ops that are confined to few streams
+
+
+@pytest.mark.parametrize("make", NETS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("num_streams", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [Branches, lambda n, confined: Branches(n, True, confined=confined), Greedy])
+def test_confined_ops_stay_on_the_first_streams(make, num_streams, strategy):
+    """Every third op. The plan verifies, and the others use all streams."""
+    flow, costs = make()
+    ops = frozenset(op.name for op in flow.ops[::3])
+    kind = (lambda n, confined: Branches(n, confined=confined)) if strategy is Branches else strategy
+    where = streams(flow, kind(4, Confined(ops, num_streams)), costs)
+    names = ["caller", *sorted(set(where.values()) - {"caller"}, key=lambda lane: (lane != "critical", lane))]
+    assert {where[op] for op in ops} <= set(names[:num_streams])
+    if make.__name__ != "chain":
+        assert set(where.values()) == set(streams(flow, kind(4, Confined(frozenset(), 1)), costs).values())
+    verify(place(flow, synchronise(flow, plan(flow, kind(4, Confined(ops, num_streams)), costs=costs))), flow)
+
+
+def test_without_the_border_they_do_not():
+    """The twin."""
+    flow, costs = NETS[1]()
+    ops = frozenset(op.name for op in flow.ops[::3])
+    assert len({stream for op, stream in streams(flow, Branches(4), costs).items() if op in ops}) > 2

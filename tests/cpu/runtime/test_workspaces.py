@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dynaflow.costs import Cost
 from dynaflow.ir import Stream
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.workspaces import is_product, workspace_bytes
+from dynaflow.strategies.confined import Confined
 from dynaflow.trials import Room
 from tests.cpu.inductor.kernel_samples import read
 
@@ -82,7 +84,7 @@ def holding(mib, streams=(), has_products=True):
 def room(monkeypatch):
     """Inductor's order holds 100 MiB that are given, 60 of its own and one workspace of 32: plans may hold 240."""
     monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
-    return Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), None)
+    return Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), 1.25)
 
 
 def test_what_is_given_and_workspaces_count(room):
@@ -106,7 +108,7 @@ def test_streams_of_plans_that_were_tried_count(room):
 
 def test_without_products_nothing_is_kept(monkeypatch):
     monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
-    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60, has_products=False), None)
+    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60, has_products=False), 1.25)
     assert room.limit == 200 * MIB
     assert room.take(holding(100, has_products=False)) and not room.take(holding(101, has_products=False))
 
@@ -114,3 +116,42 @@ def test_without_products_nothing_is_kept(monkeypatch):
 def test_the_factor_is_the_users(monkeypatch):
     room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), 2.0)
     assert room.limit == 320 * MIB and room.take(holding(220, [A, B])) and not room.take(holding(221))
+
+
+@pytest.mark.parametrize("given, limit", [(100, 192 + 64), (968, 1.25 * 1060)])
+def test_small_models_may_hold_a_little_more(monkeypatch, given, limit):
+    """The allocator alone takes megabytes for every stream."""
+    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    assert Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None).limit == limit * MIB
+
+
+# given, MiB -> workspaces that there is room for
+SPARE = {100: 2, 600: 5, 2000: 16}
+
+
+@pytest.mark.parametrize("given", SPARE)
+def test_products_stay_on_as_many_streams_as_may_have_a_workspace(monkeypatch, given):
+    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    room = Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None)
+    assert room.num_spare == SPARE[given]
+    many, few = ({"mm.0": Cost(us), "conv.1": Cost(90.0)} for us in (90.0, 9.0))
+    assert room.confined(many) == Confined(frozenset({"mm.0"}), 1 + SPARE[given])
+    assert room.confined(few) == Confined(frozenset({"mm.0"}), 1), "a tenth of the time is not worth a workspace"
+
+
+@pytest.mark.parametrize("given, num_made", [(100, 0), (600, 4), (2000, 7)])
+def test_streams_to_measure_products_by_are_plans_streams_then(monkeypatch, given, num_made):
+    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    room = Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None)
+    streams = tuple(Stream(f"aux{i}") for i in range(7))
+    before = room.held(holding(60))
+    made = room.make(streams)
+    assert made == streams[:num_made]
+    assert room.held(holding(60)) == room.held(holding(60, made)) == before + num_made * 32 * MIB
+    if made:
+        assert room.take(holding(60, [C])), "one more, of another priority"
+
+
+def test_without_products_nothing_is_confined(monkeypatch):
+    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60, has_products=False), None)
+    assert not room.confined({"conv.1": Cost(90.0)}).ops
