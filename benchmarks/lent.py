@@ -26,10 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(tempfile.gettempdir()) / "dynaflow-lent"
-TESTS = {
-    "kernels": ("test_kernels.py", "test_in_captures.py"), "backend": ("test_backend.py",),
-    "engine": ("test_engine.py", "test_offload.py", "test_strategies.py"),
-}  # fmt: skip
+# what takes a process of its own; all other files of tests/gpu are together in one
+TESTS = {"kernels": ("test_kernels.py", "test_in_captures.py"), "backend": ("test_backend.py",), "models": ("test_models.py",)}
 TIMED_TESTS = {"network": ("test_network.py",)}
 # lines of a step's output that are shown; all of it is in its file
 SHOWN = 30
@@ -63,7 +61,7 @@ class Lent:
     def step(self, text: str) -> bool:
         """Whether it went well."""
         if text == "tests":
-            return self._tests(TESTS) & self._tests(TIMED_TESTS)
+            return self._tests(side_by_side()) & self._tests(TIMED_TESTS)
         if text == "caches":
             return self._pack_caches()
         commands = []
@@ -95,7 +93,7 @@ class Lent:
             went_well &= rc == 0
             lines = (self.out / f"{name}.log").read_text(errors="replace").splitlines()
             print(f"== {name}: {'ended for want of time' if rc is None else f'rc {rc}'}, {time.monotonic() - began:.0f} s",
-                  *(line[:200] for line in lines[-(SHOWN if rc != 0 or name not in TESTS else 1) :]), sep="\n", flush=True)  # fmt: skip
+                  *(line[:200] for line in lines[-(SHOWN if rc != 0 or "-" in name else 1) :]), sep="\n", flush=True)  # fmt: skip
         return went_well
 
     def _pack_caches(self) -> bool:
@@ -113,6 +111,13 @@ class Lent:
         whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
         with tarfile.open(whole) as tar:
             tar.extractall(self.caches, filter="tar")
+
+
+def side_by_side() -> dict[str, tuple[str, ...]]:
+    """Files of tests by process, all but those that measure time."""
+    named = {file for files in (*TESTS.values(), *TIMED_TESTS.values()) for file in files}
+    others = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py") if path.name not in named)
+    return {**TESTS, "others": tuple(others)}
 
 
 def main() -> int:

@@ -115,8 +115,12 @@ class PlanBody:
             return
         bound = self._plan()
         cuda.side_streams(self._device, bound.streams, bound.product_streams, is_recorded=True)
-        if bound.program.products is None or bound.program.products:
+        if self.has_products:
             make_workspace(capture_stream(self._device), is_recorded=True)
+
+    @property
+    def has_products(self) -> bool:
+        return self._plan().program.may_multiply
 
     def make_outputs(self) -> list[torch.Tensor]:
         return [scratch(geometry) for geometry in self._plan().output_geometries]

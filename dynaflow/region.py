@@ -56,6 +56,8 @@ log = logging.getLogger("dynaflow")
 MAX_CASES = 16
 # sizes that differ by less than this factor run as was found best for the first of them
 NEAR = 2.0
+# what a choice on disk was made by: another number where memory is counted otherwise
+COUNTED = 2
 
 # all regions of the process, for those who want to know what was chosen
 living: WeakSet[Region] = WeakSet()
@@ -229,7 +231,7 @@ class Case:
                 region.note(plan.reason)
             self.choice = Choice("" if plan.reason else str(plan), {}, {})
         if self.choice.plan:
-            self.bound = made.bind(Plan.parse(self.choice.plan))
+            self.bound = self.bound or made.bind(Plan.parse(self.choice.plan))
             self._way = Way(region, made, self.bound, device)
             if region.in_captures and device.type == "cuda":
                 cuda.side_streams(device, self.bound.streams, self.bound.product_streams, is_recorded=True)  # not while others capture
@@ -269,7 +271,7 @@ class Case:
             choice = Choice.parse(text)
             if choice.plan:
                 verify(plan := Plan.parse(choice.plan), self.kernels.flow)
-                self.kernels.bind(plan)
+                self.bound = self.kernels.bind(plan)
         except Exception as error:  # noqa: BLE001 (whatever another version left there)
             log.info("%s: the choice that was kept is of no use: %s: %s", self.region.name, type(error).__name__, error)
             return None
@@ -296,7 +298,7 @@ class Case:
                 return None
             if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
-            choice = replace(choice, plan=str(plan))
+            choice, self.bound = replace(choice, plan=str(plan)), bound
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
         return replace(choice, measured_at=str(near.numbers))
 
@@ -306,7 +308,7 @@ class Case:
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
         lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
         settings = region.settings.max_memory or (MAX_MEMORY, SPARE_BYTES), region.settings.runtime, ambient()
-        key = repr((region.digest, region.name, lie, machine, torch.__version__, settings))
+        key = repr((COUNTED, region.digest, region.name, lie, machine, torch.__version__, settings))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

@@ -18,6 +18,7 @@ from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
+from dynaflow.runtime.turns import turns_of
 from dynaflow.runtime.workspaces import make_workspace
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
@@ -74,6 +75,15 @@ class CudaStreams:
         if bound.streams:
             _after_last_caller(device, caller)
         self.all = (caller, *side_streams(device, bound.streams, bound.product_streams))
+        # recordings may have the same workspaces; inside of one, it is the one that takes its turn
+        self._turns = turns_of(device) if bound.product_streams and not torch.cuda.is_current_stream_capturing() else None
+        if self._turns is not None:
+            self._turns.enter()
+
+    def leave(self) -> None:
+        """All is issued, and the caller's stream is current, behind the others."""
+        if self._turns is not None:
+            self._turns.leave()
 
     def join(self) -> None:
         """After an error: the caller's stream is current again, and goes on behind whatever was launched."""
@@ -81,10 +91,12 @@ class CudaStreams:
         if not torch.cuda.is_current_stream_capturing():  # a recording is void anyway
             for side in self.all[1:]:
                 self.all[0].wait_stream(side)
+            self.leave()
 
 
 def issue(bound: Bound, run: Run, device: torch.device) -> None:
-    streams = list(CudaStreams(device, bound).all)
+    mine = CudaStreams(device, bound)
+    streams = list(mine.all)
     caller = streams[0]
     events: dict[str, torch.cuda.Event] = {}
     timed: list[tuple[Any, Any, Any]] = []
@@ -121,6 +133,7 @@ def issue(bound: Bound, run: Run, device: torch.device) -> None:
         if run.error is not None:
             for side in streams[1:]:
                 caller.wait_stream(side)
+        mine.leave()
     if profile is not None and origin is not None:
         run.profile = profile
         caller.synchronize()

@@ -371,6 +371,7 @@ def run(
     try:
         with without_autocast_cache():
             results = code.run(inputs, streams, outside, outputs, *([[Inside(c) for c in contexts]] if contexts else ()))
+        streams.leave()
         for mine, result in zip(outputs or (), results):
             if mine is not result:
                 mine.copy_(result)
@@ -421,6 +422,9 @@ class NoStreams:
         pass
 
     def join(self) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
 

@@ -13,8 +13,7 @@ may be overwritten by the next call anyway: the first recording of a pool, where
 outputs itself, as late as it can, and they lie where its own intermediate results were. How a recording is made is a parameter: on the
 CPU nothing is recorded, and a replay issues the work again on the same memory.
 
-Recordings of one device, whoever made them, run one after the other (`Turns`): they were recorded on the same streams, and libraries keep
-memory for a stream that its kernels then share.
+Recordings with products run one after the other on a device, whoever made them (`turns`).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from dynaflow.runtime.lent import Lent, by_address, let_go
+from dynaflow.runtime.turns import turns_of
 
 log = logging.getLogger("dynaflow")
 
@@ -64,6 +64,11 @@ class Body(Protocol):
         """Whether it may be given None for the outputs."""
         ...
 
+    @property
+    def has_products(self) -> bool:
+        """Whether it computes in workspaces that libraries keep for its streams, or may."""
+        ...
+
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
     changed: Sequence[int]
     promised: Sequence[int]
@@ -92,52 +97,17 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _capture_streams: dict[int, torch.cuda.Stream] = {}
 
 
-class Turns:
-    """The order in which the recordings of one device run, whatever streams and threads they are replayed from."""
-
-    def __init__(self, device: torch.device):
-        # nothing else is locked while it is held
-        self._lock = threading.Lock()
-        self._device, self._index = device, device.index or 0
-        self._last_stream: Any = None
-        self._last_raw: int | None = None
-
-    def takes(self, replay: Callable[[], Any]) -> Callable[[], None]:
-        """The replay, behind all that came before it. On the path of every call."""
-
-        def run() -> None:
-            with self._lock:
-                if _raw_stream(self._index) != self._last_raw:
-                    self._move()
-                replay()
-
-        return run
-
-    def _move(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None:
-            stream.wait_stream(self._last_stream)
-        self._last_stream, self._last_raw = stream, stream.cuda_stream
-
-
-_turns: dict[int, Turns] = {}
-
-
-def turns_of(device: torch.device) -> Turns:
-    return _turns.setdefault(device.index or 0, Turns(device))
-
-
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The one that recordings are made on."""
     index = device.index or 0
     if index not in _capture_streams:
-        _capture_streams[index] = torch.cuda.Stream(device)
+        _capture_streams.setdefault(index, torch.cuda.Stream(device))
     return _capture_streams[index]
 
 
 class CudaRecorder:
-    def __init__(self, pool: Pool, device: torch.device):
-        self._pool, self._device = pool, device
+    def __init__(self, pool: Pool, device: torch.device, has_products: bool = True):
+        self._pool, self._device, self._has_products = pool, device, has_products
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
@@ -163,7 +133,7 @@ class CudaRecorder:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
             self._context.__exit__(None, None, None)
         self._leave()
-        return turns_of(self._device).takes(self._graph.replay)
+        return turns_of(self._device).takes(self._graph.replay) if self._has_products else self._graph.replay
 
     def _leave(self) -> None:
         if self._guard is not None:
@@ -199,8 +169,7 @@ class Pool:
         self._keeper: Any = None
         self._last_stream: Any = None
         self.last_raw: int | None = None
-        # whether anything was ever recorded there
-        self.is_used = False
+        self._is_new = True
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
         """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
@@ -216,10 +185,10 @@ class Pool:
         """Other memory, from now on."""
         self.handle = self._keeper = None
 
-    def use(self) -> bool:
-        """Whether this is the first use."""
-        was_used, self.is_used = self.is_used, True
-        return not was_used
+    def is_new(self) -> bool:
+        """Whether nothing was recorded there before; something is, from now on."""
+        was_new, self._is_new = self._is_new, False
+        return was_new
 
     def enter(self, device: torch.device) -> None:
         """This replay comes after the last one, whatever stream that was on."""
@@ -241,8 +210,8 @@ class Recording:
         """`allocates`: its outputs lie in the pool, where the body allocates them."""
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
-        # Outside of the pool: what a recording allocates while it is made, the next one may use for whatever it likes.
         body.prepare()
+        # Mostly outside of the pool: what a recording allocates while it is made, another one may use for whatever it likes.
         made = None if allocates else body.make_outputs()
         outputs: Sequence[torch.Tensor]
         if recorder is None:
@@ -502,8 +471,8 @@ class Recordings:
 
     def _make(self, given: Sequence[Any], body: Body, is_kept: bool = True) -> Recording:
         while True:
-            recorder = self.make_recorder()
-            is_first = self._pool.use()
+            recorder = self.make_recorder(body)
+            is_first = self._pool.is_new()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
@@ -516,8 +485,8 @@ class Recordings:
                     raise _Unrecordable(f"{type(error).__name__}: {error}") from error
                 log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
 
-    def make_recorder(self) -> Recorder | None:
-        return CudaRecorder(self._pool, self._device) if self._device.type == "cuda" else None
+    def make_recorder(self, body: Body) -> Recorder | None:
+        return CudaRecorder(self._pool, self._device, body.has_products) if self._device.type == "cuda" else None
 
     def _num_recordings(self) -> int:
         return sum(len(bucket.recordings) for bucket in self._kept.values())

@@ -92,6 +92,10 @@ class Program:
     # ops that cuBLAS runs, which keeps a workspace for every stream that it runs on; None: nobody knows, any may be one
     products: frozenset[str] | None = None
 
+    @property
+    def may_multiply(self) -> bool:
+        return self.products is None or bool(self.products)
+
 
 class View(NamedTuple):
     """A part of a value, as a runtime needs it."""
@@ -277,16 +281,19 @@ class Bound:
     @cached_property
     def is_one_unit(self) -> bool:
         """Whether it is one launch of compiled code that can allocate its outputs itself: as late as it can, where memory is free again."""
-        calls = self.calls
-        return len(calls) == 1 and calls[0].entry.allocates and not self.program.flow.pieces
+        launches = [(s, what) for code, s, what in self.instructions if code == LAUNCH]
+        # on the caller's stream: others read what is allocated there
+        return len(launches) == 1 and launches[0][0] == 0 and launches[0][1].entry.allocates and not self.program.flow.pieces
 
     @cached_property
     def product_streams(self) -> frozenset[Stream]:
         """Its side streams that products run on, or may."""
-        products = self.program.products
-        if products is None:
-            return frozenset(self.streams)
-        names = {launch.stream for launch in self.plan.launches if any(op in products for op, _ in launch.calls)}
+        flow, products = self.program.flow, self.program.products
+
+        def may_be(op: str) -> bool:
+            return op in products if products is not None else flow.op(op).kind not in ("network", "copy")
+
+        names = {launch.stream for launch in self.plan.launches if any(may_be(op) for op, _ in launch.calls)}
         return frozenset(s for s in self.streams if s.name in names)
 
     @cached_property

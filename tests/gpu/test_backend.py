@@ -188,8 +188,9 @@ class Thin(nn.Module):
 
     def __init__(self):
         super().__init__()
-        sizes = [(16384, 64), (64, 16384)] * 4
-        self.layers = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+        # with a bias it is cuBLASLt's, whose workspace is another one
+        sizes = [(16384, 64, False), (64, 16384, True), (16384, 64, True), (64, 16384, False)] * 2
+        self.layers = nn.Sequential(*(nn.Linear(*size) for size in sizes))
 
     def forward(self, x):
         return self.layers(x)
@@ -218,17 +219,20 @@ def test_models_on_two_streams_share_no_workspace_at_once():
 
 def test_workspaces_that_torch_gives_back_stay_the_recordings():
     """What torch's own CUDA Graphs do between two of our calls."""
-    model, x = Thin().to(DEVICE, torch.bfloat16), torch.randn(32, 16384, device=DEVICE, dtype=torch.bfloat16)
+    model = Thin().to(DEVICE, torch.bfloat16)
     fast = df.compile(model, strategy="sequential", runtime="graph")
+    others, wanted = [], {}
     with torch.no_grad():
-        for _ in range(3):
-            wanted = fast(x).clone()
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        # whoever gets memory now, up to what is free of 32 MiB blocks
-        others = [torch.full((8 * 2**20,), 3.0, device=DEVICE) for _ in range(8)]
-        for _ in range(5):
-            assert torch.equal(fast(x), wanted)
+        for rows in (32, 48, 64):  # each recorded with what is there after the last time
+            x = torch.randn(rows, 16384, device=DEVICE, dtype=torch.bfloat16)
+            for _ in range(3):
+                wanted[x] = fast(x).clone()
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            # whoever gets memory now, up to what is free in blocks of a workspace's size
+            others += [torch.full((n * 2**18,), 3.0, device=DEVICE) for n in (1, 32) for _ in range(8)]
+            for x, y in wanted.items():
+                assert torch.equal(fast(x), y)
     torch.cuda.synchronize()
     assert all(bool((o == 3.0).all()) for o in others)

@@ -1,7 +1,6 @@
 """Inductor's kernels under plans of several streams, in one recording: the same bits, the caller's memory left alone."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ if not torch.cuda.is_available():
 import dynaflow as df
 from dynaflow import region
 from dynaflow.measure import CudaClock
-from dynaflow.runtime import workspaces
 from dynaflow.runtime.workspaces import workspace_bytes
 
 DEVICE = torch.device("cuda")
@@ -229,11 +227,10 @@ def test_costs_tell_small_kernels_from_large_ones(has_workspace):
 
 
 @pytest.fixture
-def without_workspaces(monkeypatch):
+def without_workspaces():
     """As if nothing had been multiplied yet."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
-    monkeypatch.setattr(workspaces, "_mine", threading.local())
 
 
 def allocated():

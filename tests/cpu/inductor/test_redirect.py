@@ -98,3 +98,10 @@ def test_peak_of_the_cuda_text():
     # buf1 and the workspace; then buf1, buf2 and the result of sdpa
     assert peak_bytes(read(CUDA), {"arg0_1": 2}, itemsize=2) == max(rows + 1024, 3 * rows)
     assert peak_bytes(read(CUDA), {"arg0_1": 2}, frozenset({"buf2"}), itemsize=2) == 2 * rows
+
+
+def test_what_is_written_with_out_must_be_given():
+    """An aten op has no allocation to fall back to."""
+    new = redirect(call(*SYMBOL, "buf0 = torch.ops.aten.cumsum.default(arg1_1, 0)", "return (buf0, )"), 1)
+    assert new.own == ("",) and not new.allocates and "torch.ops.aten.cumsum.out(arg1_1, 0, out=_df_out0)" in new.text
+    assert redirect(call(*SYMBOL, ALLOC, "return (buf0, )"), 1).allocates

@@ -45,6 +45,9 @@ class LoggedStreams:
     def join(self) -> None:
         self.has_joined = True
 
+    def leave(self) -> None:
+        assert self.current == 0, "the turn ends on the caller's stream"
+
     def between(self, step: Callable[[], Any]) -> Any:
         """Eager steps happen one at a time: here the log says so."""
         assert self.current == 0, "a step runs on the caller's stream"

@@ -13,7 +13,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import recorded
-from dynaflow.runtime import graphs
+from dynaflow.runtime import generated, graphs
 from tests.cpu.runtime.models import Net, sine
 from tests.cpu.runtime.test_buckets import REFUSED
 from tests.cpu.runtime.test_pieces import CUTS, Interrupted
@@ -102,6 +102,24 @@ def test_one_unit_allocates_what_is_borrowed_where_nothing_was_recorded_before(m
         if borrow:
             assert [allocates for _, allocates in made] == [True, False] and y.data_ptr() == made[-1][0]
     assert len(made) > 2 and not any(allocates for _, allocates in made[1:])
+
+
+@pytest.mark.parametrize("stream, is_one_unit", [("caller", True), ("comm", False)])
+def test_one_unit_allocates_on_the_callers_stream_alone(monkeypatch, stream, is_one_unit):
+    """What it allocates on another one would be given to others while the caller still reads it."""
+    bounds, written = [], generated._written
+    monkeypatch.setattr(generated, "_written", lambda bound, *rest: bounds.append(bound) or written(bound, *rest))
+
+    class On(df.Strategy):
+        def schedule(self, flow):
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0], stream=stream)
+
+    fast = df.compile(sine, strategy=On(), strict=True, compiler="inductor", runtime="graph")
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(fast(x), sine(x))
+    assert [bound.is_one_unit for bound in bounds] == [is_one_unit]
 
 
 def test_the_oldest_recordings_go_first(counted, monkeypatch):
@@ -420,66 +438,3 @@ def test_work_as_a_replay(monkeypatch, is_bad):
     assert done == ["begin", "work", "abort" if is_bad else "again"]
     assert graphs.one_at_a_time.acquire(blocking=False)
     graphs.one_at_a_time.release()
-
-
-# -- whose turn it is
-
-
-class _Stream:
-    def __init__(self, raw, log):
-        self.cuda_stream, self._log = raw, log
-
-    def wait_stream(self, other):
-        self._log.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
-
-
-def test_recordings_of_a_device_run_one_after_the_other(monkeypatch):
-    """They share what libraries keep for the streams that they were recorded on, whoever made them."""
-    log = []
-    streams = {raw: _Stream(raw, log) for raw in (1, 2)}
-    current = [1]
-    monkeypatch.setattr(graphs, "_raw_stream", lambda index: current[0])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
-    turns = graphs.Turns(torch.device("cuda", 0))
-    mine, yours = (turns.takes(lambda name=name: log.append(f"{name} on {current[0]}")) for name in ("mine", "yours"))
-    for current[0], replay in ((1, mine), (1, yours), (2, yours), (2, mine), (1, mine)):
-        replay()
-    assert log == ["mine on 1", "yours on 1", "2 waits for 1", "yours on 2", "mine on 2", "1 waits for 2", "mine on 1"]
-
-
-def test_a_turn_is_no_one_else_s_until_it_is_launched(monkeypatch):
-    monkeypatch.setattr(graphs, "_raw_stream", lambda index: 1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(1, []))
-    turns = graphs.Turns(torch.device("cuda", 0))
-    is_launching, may_go_on, done = threading.Event(), threading.Event(), []
-
-    def slow():
-        is_launching.set()
-        assert may_go_on.wait(10)
-        done.append("slow")
-
-    threads = [threading.Thread(target=turns.takes(slow))]
-    threads[0].start()
-    assert is_launching.wait(10)
-    threads.append(threading.Thread(target=turns.takes(lambda: done.append("quick"))))
-    threads[1].start()
-    threads[1].join(0.2)
-    assert done == []
-    may_go_on.set()
-    for thread in threads:
-        thread.join(10)
-    assert done == ["slow", "quick"]
-
-
-def test_a_replay_that_fails_ends_its_turn(monkeypatch):
-    monkeypatch.setattr(graphs, "_raw_stream", lambda index: 1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(1, []))
-    turns, done = graphs.Turns(torch.device("cuda", 0)), []
-
-    def fail():
-        raise RuntimeError("lost")
-
-    with pytest.raises(RuntimeError, match="lost"):
-        turns.takes(fail)()
-    turns.takes(lambda: done.append(1))()
-    assert done == [1]

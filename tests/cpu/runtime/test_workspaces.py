@@ -1,5 +1,8 @@
 """cuBLAS's workspaces: for whom, how large, and what plans may hold with them."""
 
+import contextlib
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +10,9 @@ import torch
 
 from dynaflow.costs import Cost
 from dynaflow.ir import Stream
+from dynaflow.runtime import workspaces
 from dynaflow.runtime.program import Bound
-from dynaflow.runtime.workspaces import is_product, workspace_bytes
+from dynaflow.runtime.workspaces import is_product, make_workspace, workspace_bytes
 from dynaflow.strategies.confined import Confined
 from dynaflow.trials import Room
 from tests.cpu.inductor.kernel_samples import read
@@ -19,6 +23,7 @@ A, B, C = Stream("aux0"), Stream("aux1"), Stream("critical", -1)
 
 @pytest.mark.parametrize("target, wanted", [
     ("extern_kernels.mm", True), ("extern_kernels.addmm", True), ("extern_kernels.bmm", True), ("torch.ops.aten._scaled_mm.default", True),
+    ("extern_kernels.bias_addmm", True), ("extern_kernels.mm_dtype", True), ("extern_kernels.conv1x1_via_mm", True),
     ("aten.addmm.out", True), ("triton_poi_fused_mm_0", False), ("torch.ops.aten.add_.Tensor", False),
     ("torch.ops.aten._scaled_dot_product_flash_attention.default", False),
 ])  # fmt: skip
@@ -36,6 +41,7 @@ def test_convolutions_are_products_where_there_is_no_cudnn(monkeypatch, target, 
 
 def test_a_workspace_is_what_the_environment_says(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert workspace_bytes(torch.device("cuda")) == (4096 * 2 + 16 * 8) * 1024
     assert workspace_bytes(torch.device("cpu")) == 0
 
@@ -46,7 +52,9 @@ def test_a_workspace_is_what_the_environment_says(monkeypatch):
 def streams_of(plan, products):
     """What a plan of (op, stream) launches says; the streams are A, B and C."""
     launches = [SimpleNamespace(stream=stream, calls=((op, None),)) for op, stream in plan]
-    bound = SimpleNamespace(program=SimpleNamespace(products=products), plan=SimpleNamespace(launches=launches), streams=(A, B, C))
+    flow = SimpleNamespace(op=lambda name: SimpleNamespace(kind=name.partition(".")[0]))
+    program = SimpleNamespace(products=products, flow=flow)
+    bound = SimpleNamespace(program=program, plan=SimpleNamespace(launches=launches), streams=(A, B, C))
     return Bound.product_streams.func(bound)
 
 
@@ -57,8 +65,9 @@ def test_streams_without_products_need_none():
     assert streams_of(plan, frozenset({"mm.1", "relu.3"})) == {B, C}
 
 
-def test_where_nobody_knows_every_side_stream_may_need_one():
-    assert streams_of([("op", "caller")], None) == {A, B, C}
+def test_where_nobody_knows_every_side_stream_that_computes_may_need_one():
+    plan = [("compute.0", "caller"), ("compute.1", "aux0"), ("network.2", "aux1"), ("copy.3", "aux1"), ("memory.4", "critical")]
+    assert streams_of(plan, None) == {A, C}
 
 
 def test_a_wrapper_says_which_of_its_kernels_are_products():
@@ -69,6 +78,80 @@ def test_a_wrapper_says_which_of_its_kernels_are_products():
         return (buf0, )
     """, torch.zeros(4, 4))  # fmt: skip
     assert made.program.products == {"mm.0"}
+
+
+# -- where they lie
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    """torch's map of workspaces: stream -> where it lies. It refuses memory that another thread allocates from."""
+    found, memory, current, busy = {}, ["ordinary"], [None], threading.Lock()
+
+    @contextlib.contextmanager
+    def use(pool, index):
+        assert busy.acquire(blocking=False), "already recording to mempool_id"
+        before, memory[0] = memory[0], "its own"
+        yield
+        memory[0] = before
+        busy.release()
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, current[0] = current[0], stream.cuda_stream
+        yield
+        current[0] = before
+
+    def handle():
+        time.sleep(0.01)  # libraries are slow to start, and let other threads run
+        found.setdefault(current[0], memory[0])
+
+    for name, fake in {"use_mem_pool": use, "stream": on, "current_blas_handle": handle, "MemPool": object,
+                       "device": lambda index: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(workspaces, "_memory", {})
+    return SimpleNamespace(found=found, product=lambda stream: on(stream).__enter__() or handle())
+
+
+STREAM = SimpleNamespace(cuda_stream=7, device_index=0, device=torch.device("cpu"))
+
+
+def test_a_workspace_lies_in_memory_of_its_own(torchs):
+    make_workspace(STREAM)
+    assert torchs.found == {7: "its own"}
+
+
+def test_where_torch_gave_it_back_there_is_another_before_the_next_product(torchs):
+    make_workspace(STREAM)
+    torchs.found.clear()
+    make_workspace(STREAM)
+    torchs.product(STREAM)
+    make_workspace(STREAM, is_recorded=True)
+    assert torchs.found[7] == "its own"
+
+
+def test_without_it_a_product_takes_what_there_is(torchs):
+    """The twin."""
+    torchs.product(STREAM)
+    assert torchs.found[7] == "ordinary"
+
+
+def test_threads_make_theirs_one_after_the_other(torchs):
+    failed = []
+
+    def make():
+        try:
+            for raw in range(3):
+                make_workspace(SimpleNamespace(cuda_stream=raw, device_index=0))
+        except AssertionError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and set(torchs.found.values()) == {"its own"}
 
 
 # -- what there is room for

@@ -1,0 +1,63 @@
+"""Who shares memory comes one after the other, whatever streams and threads it is launched from.
+
+Recordings have the workspaces of the streams in them that they were recorded on (`workspaces`), and all are recorded on the same ones: so
+recordings of one device take turns, with each other and with plans that are issued launch by launch on these streams. The next turn waits
+for an event behind the last one. Nobody waits for a stream: it may be part of somebody's capture by then.
+
+Plans that two threads issue launch by launch at once have no turns, but the order of the streams that they share.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable
+
+import torch
+
+# what torch.cuda's own function comes down to; only CUDA builds have it
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Turns:
+    def __init__(self, device: torch.device):
+        self._device, self._index = device, device.index or 0
+        # nothing else is locked while it is held
+        self._lock = threading.RLock()
+        self._event: Any = None
+        self._stream: Any = None
+        self._raw: int | None = None
+
+    def enter(self) -> None:
+        """The current stream goes on behind what had the last turn."""
+        with self._lock:
+            raw = _raw_stream(self._index)
+            if raw != self._raw:
+                self._stream, self._raw = torch.cuda.current_stream(self._device), raw
+                if self._event is not None:
+                    self._stream.wait_event(self._event)
+
+    def leave(self) -> None:
+        """The next turn is behind what the current stream has by now."""
+        with self._lock:
+            self.enter()  # who came in between is over, too
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+
+    def takes(self, replay: Callable[[], Any]) -> Callable[[], None]:
+        """The replay, as a turn. On the path of every call."""
+
+        def run() -> None:
+            with self._lock:
+                self.enter()
+                replay()
+                self.leave()
+
+        return run
+
+
+_turns: dict[int, Turns] = {}
+
+
+def turns_of(device: torch.device) -> Turns:
+    return _turns.setdefault(device.index or 0, Turns(device))
