@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -50,16 +52,21 @@ def make_workspace(stream: torch.cuda.Stream, is_recorded: bool = False) -> None
     if torch.cuda.is_current_stream_capturing():
         return
     index = stream.device_index
-    with _lock:  # torch refuses memory that another thread allocates from
-        if index not in _memory:
-            with torch.cuda.device(index):
-                _memory[index] = torch.cuda.MemPool()
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(_memory[index], index):
-            torch.cuda.current_blas_handle()
-            if is_recorded and _may_multiply():
-                ones = torch.ones(16, 16, device=stream.device)
-                with torch.no_grad():
-                    torch.addmm(ones[0], ones, ones)  # with a bias it is cuBLASLt's
+    with _lock, torch.cuda.stream(stream), _own_memory(index):  # torch refuses memory that another thread allocates from
+        torch.cuda.current_blas_handle()
+        if is_recorded and _may_multiply():
+            ones = torch.ones(16, 16, device=stream.device)
+            with torch.no_grad():
+                torch.addmm(ones[0], ones, ones)  # with a bias it is cuBLASLt's
+
+
+def _own_memory(index: int) -> Any:
+    if torch.cuda.get_allocator_backend() != "native":
+        return nullcontext()  # it knows no memory of one's own
+    if index not in _memory:
+        with torch.cuda.device(index):
+            _memory[index] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(_memory[index], index)
 
 
 def _may_multiply() -> bool:

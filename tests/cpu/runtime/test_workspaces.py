@@ -107,7 +107,8 @@ def torchs(monkeypatch):
         found.setdefault(current[0], memory[0])
 
     for name, fake in {"use_mem_pool": use, "stream": on, "current_blas_handle": handle, "MemPool": object,
-                       "device": lambda index: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False}.items():  # fmt: skip
+                       "device": lambda index: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False,
+                       "get_allocator_backend": lambda: "native"}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(workspaces, "_memory", {})
     return SimpleNamespace(found=found, product=lambda stream: on(stream).__enter__() or handle())
