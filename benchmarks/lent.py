@@ -4,7 +4,8 @@
 
 Steps run in the order given. A step that fails stops nothing, unless it ends with "!".
 
-    tests           tests/gpu, files side by side; those that measure time behind them, alone
+    tests           tests/gpu, files side by side; those that measure time behind them, alone; without the zoo
+    zoo             tests/gpu/test_models.py, which takes many minutes
     SUITE ...       python -m benchmarks.SUITE ... --json OUT/SUITE-k.json; with "&" between them, several at once: they take turns
     caches          what was compiled, for the next call: OUT/caches.*
 
@@ -27,8 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(tempfile.gettempdir()) / "dynaflow-lent"
 # what takes a process of its own; all other files of tests/gpu are together in one
-TESTS = {"kernels": ("test_kernels.py", "test_in_captures.py"), "backend": ("test_backend.py",), "models": ("test_models.py",)}
+TESTS = {"kernels": ("test_kernels.py", "test_in_captures.py"), "backend": ("test_backend.py",)}
 TIMED_TESTS = {"network": ("test_network.py",)}
+ZOO = {"zoo": ("test_models.py",)}
 # lines of a step's output that are shown; all of it is in its file
 SHOWN = 30
 # bytes of one piece of the caches
@@ -62,6 +64,8 @@ class Lent:
         """Whether it went well."""
         if text == "tests":
             return self._tests(side_by_side()) & self._tests(TIMED_TESTS)
+        if text == "zoo":
+            return self._tests(ZOO)
         if text == "caches":
             return self._pack_caches()
         commands = []
@@ -114,8 +118,8 @@ class Lent:
 
 
 def side_by_side() -> dict[str, tuple[str, ...]]:
-    """Files of tests by process, all but those that measure time."""
-    named = {file for files in (*TESTS.values(), *TIMED_TESTS.values()) for file in files}
+    """Files of tests by process, all but those that measure time and the zoo."""
+    named = {file for groups in (TESTS, TIMED_TESTS, ZOO) for files in groups.values() for file in files}
     others = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py") if path.name not in named)
     return {**TESTS, "others": tuple(others)}
 

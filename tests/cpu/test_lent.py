@@ -65,6 +65,6 @@ def test_a_step_that_must_go_well_stops_the_others(monkeypatch, tmp_path, capsys
 
 
 def test_every_file_of_tests_is_run_once():
-    groups = [*lent.side_by_side().values(), *lent.TIMED_TESTS.values()]
+    groups = [*lent.side_by_side().values(), *lent.TIMED_TESTS.values(), *lent.ZOO.values()]
     files = [file for files in groups for file in files]
     assert sorted(files) == sorted(path.name for path in (lent.ROOT / "tests" / "gpu").glob("test_*.py"))
