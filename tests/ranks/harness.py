@@ -119,6 +119,9 @@ def _rank(rank: int, num_ranks: int, port: int, body: Callable[..., Any], args: 
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             limit = timedelta(seconds=GROUP_LIMIT_S)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            # a rank that is done at once must not be gone while another still connects to it
+            store.set(f"connected {rank}", "")
+            store.wait([f"connected {other}" for other in range(num_ranks)], limit)
             with torch.no_grad():
                 value = body(*args)
             dist.destroy_process_group()

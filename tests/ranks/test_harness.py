@@ -49,5 +49,5 @@ def test_rejects_rank_that_dies():
 
 
 def test_rejects_rank_that_hangs_and_says_where():
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 .*still there after 3 s.*in one_hangs"):
-        run(one_hangs, 2, time_limit_s=3)
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 .*still there after 6 s.*in one_hangs"):
+        run(one_hangs, 2, time_limit_s=6)
