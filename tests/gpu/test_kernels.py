@@ -244,7 +244,8 @@ def test_measuring_a_product_makes_no_workspace_but_that_of_recordings(without_w
     torch.mm(x, x)
     before = allocated()
     CudaClock(DEVICE).cost(lambda: torch.mm(x, x), has_workspace=True)
-    assert allocated() <= before + workspace_bytes(DEVICE) + MIB
+    # cuBLAS's and cuBLASLt's, which is as large at most
+    assert allocated() <= before + 2 * workspace_bytes(DEVICE) + MIB
 
 
 def convolutions(width=16):
@@ -327,7 +328,8 @@ def test_streams_with_products_have_one_each(without_workspaces):
     for _ in range(6):
         fast(x)
     held = allocated() - before
-    assert 3 * workspace_bytes(DEVICE) <= held <= 4 * workspace_bytes(DEVICE) + 8 * MIB
+    # cuBLAS's and cuBLASLt's, which is as large at most
+    assert 3 * workspace_bytes(DEVICE) <= held <= 2 * 4 * workspace_bytes(DEVICE) + 8 * MIB
 
 
 def test_memory_is_given_back():
