@@ -106,8 +106,12 @@ class Settings:
     def has_kernels(self, device: torch.device) -> bool:
         """Whether the ops to be planned are the kernels that Inductor makes of the graph: where that is asked for, and on CUDA where
         nothing is."""
-        is_open = self.partition == "auto" and self.runtime == "auto" and self.compiler != "eager" and isinstance(self.strategy, Auto)
-        return self.partition == "kernels" or (is_open and device.type == "cuda" and has_triton())
+        return self.partition == "kernels" or (self.is_open and device.type == "cuda" and has_triton())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was left to us what to do."""
+        return self.partition == "auto" and self.runtime == "auto" and self.compiler != "eager" and isinstance(self.strategy, Auto)
 
     def count(self, **amounts: int) -> None:
         with _counting:
