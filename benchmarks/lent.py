@@ -97,7 +97,7 @@ class Lent:
             went_well &= rc == 0
             lines = (self.out / f"{name}.log").read_text(errors="replace").splitlines()
             print(f"== {name}: {'ended for want of time' if rc is None else f'rc {rc}'}, {time.monotonic() - began:.0f} s",
-                  *(line[:200] for line in lines[-(SHOWN if rc != 0 or "-" in name else 1) :]), sep="\n", flush=True)  # fmt: skip
+                  *(line[:200] for line in lines[-(SHOWN if rc != 0 or limit_s is None else 1) :]), sep="\n", flush=True)  # fmt: skip
         return went_well
 
     def _pack_caches(self) -> bool:

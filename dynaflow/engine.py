@@ -110,8 +110,8 @@ class CapturedGraph:
         self.is_whole = self.has_kernels or (
             isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects)
         if settings.is_open and not self.is_compiled and not self.inspects:
-            log.info("%s runs as it was captured: without a GPU nothing is compiled, and no kernels are planned, unless that is asked for "
-                     "(partition='kernels', or compiler='inductor')", settings.name)  # fmt: skip
+            log.info("%s runs as it was captured: on %s nothing is compiled, and no kernels are planned, unless that is asked for "
+                     "(partition='kernels', or compiler='inductor')", settings.name, self.device)  # fmt: skip
         # what Inductor compiled of it, under plans of the kernels
         self.regions: list[Region] = []
         if not self.is_whole and not self._needs_grad:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
-from dynaflow.ir import CALLER, Stream
+from dynaflow.ir import Stream
 from dynaflow.runtime.cuda import side_streams
 from dynaflow.runtime.graphs import Pool, as_replay, capture_stream
 from dynaflow.runtime.program import Bound, Call
@@ -188,8 +188,7 @@ def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mappin
                 before.put_back_counters()
                 call(list(tensors))  # results go nowhere: they would take the place of those that later kernels read
 
-            # code that we know nothing about may multiply, too
-            known[key] = clock.cost(again, products is None or name in products or CALLER in flow.op(name).uses)
+            known[key] = clock.cost(again, products is None or name in products)
             before.put_back()
         found[name] = known[key]
         call(tensors)

@@ -33,7 +33,7 @@ from dynaflow.inductor.places import Place, are_disjoint
 from dynaflow.inductor.signature import BOTH, READ, WRITE, Effects, Signatures, view_base
 from dynaflow.inductor.source import NotUnderstood, Statement, Wrapper, read
 from dynaflow.inductor.writers import Write, writer
-from dynaflow.ir import Flow, Op, Plan, Value
+from dynaflow.ir import CALLER, Flow, Op, Plan, Value
 from dynaflow.memory import pack
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound, Entry, Geometry, Layout, Program, Unit
@@ -199,7 +199,9 @@ class _Reader:
         changed = {value for op in flow.ops for value in op.mutates}
         allocated = frozenset(value.name for kernel in self._kernels for value, _ in kernel.made)
         keys = {op.name: self._key(kernel) for op, kernel in zip(flow.ops, self._kernels)}
-        products = frozenset(op.name for op, kernel in zip(flow.ops, self._kernels) if is_product(kernel.target))
+        # code that we know nothing about, which stays on the caller's stream, may multiply, too
+        pairs = zip(flow.ops, self._kernels)
+        products = frozenset(op.name for op, kernel in pairs if is_product(kernel.target) or CALLER in op.uses)
         return Kernels(
             flow, Program(flow, units, layouts, compiler=_AsTheyAre(), products=products), allocated, tuple(inputs),
             tuple(i for i, arg in inputs if arg in changed), tuple(k.target for k in self._kernels), keys, returns,

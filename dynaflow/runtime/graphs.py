@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from dynaflow.runtime.lent import Lent, by_address, let_go
-from dynaflow.runtime.turns import turns_of
+from dynaflow.runtime.turns import raw_stream, turns_of
 
 log = logging.getLogger("dynaflow")
 
@@ -90,9 +90,8 @@ class Recorder(Protocol):
     def abort(self) -> None: ...
 
 
-# what torch.cuda's own functions come down to; only CUDA builds have them
+# what torch.cuda's own function comes down to; only CUDA builds have it
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _capture_streams: dict[int, torch.cuda.Stream] = {}
 
@@ -194,7 +193,7 @@ class Pool:
         """This replay comes after the last one, whatever stream that was on."""
         if device.type != "cuda":
             return
-        raw = _raw_stream(device.index or 0)
+        raw = raw_stream(device.index or 0)
         if raw == self.last_raw:
             return
         stream = torch.cuda.current_stream(device)
@@ -390,7 +389,7 @@ class Recordings:
                     break
             else:
                 return self._run(key, bucket, args)
-            if self._is_cuda and _raw_stream(self._index) != pool.last_raw:
+            if self._is_cuda and raw_stream(self._index) != pool.last_raw:
                 pool.enter(self._device)
             if len(self._kept) > 1:
                 self._kept.move_to_end(key)

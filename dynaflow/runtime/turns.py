@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 # what torch.cuda's own function comes down to; only CUDA builds have it
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Turns:
@@ -30,7 +30,7 @@ class Turns:
     def enter(self) -> None:
         """The current stream goes on behind what had the last turn."""
         with self._lock:
-            raw = _raw_stream(self._index)
+            raw = raw_stream(self._index)
             if raw != self._raw:
                 self._stream, self._raw = torch.cuda.current_stream(self._device), raw
                 if self._event is not None:

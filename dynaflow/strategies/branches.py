@@ -30,7 +30,8 @@ class Branches(Strategy):
     `height_us` first: the lane on which it starts earliest. It waits for a busy lane only where an event would cost more.
 
     An op is critical if the longest path through it is at most the share `slack` shorter than the longest of all. Others are held back
-    while the device is full without them. `prioritised` keeps a lane of higher priority for critical ops.
+    while the device is full without them. `prioritised` keeps a lane of higher priority for critical ops. `confined` keeps some ops to
+    the first lanes.
     """
 
     def __init__(

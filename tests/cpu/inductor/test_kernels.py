@@ -175,11 +175,13 @@ def test_what_an_extern_kernel_allocates():
     made = read(ATTENTION.format(dropout=""), Q, seen=SEEN)
     assert made.allocated == {"buf1"} and touched(made)[1][3] == ("buf1",)
     assert made.flow.ops[0].uses == ()
+    assert not made.program.products
 
 
 def test_dropout_keeps_the_order_of_random_numbers():
     made = read(ATTENTION.format(dropout=", 0.5"), Q, seen=SEEN)
     assert made.flow.ops[0].uses == ("rng", "caller")
+    assert made.program.products == {made.flow.ops[0].name}, "who knows what it does"
 
 
 def test_a_result_that_was_not_seen_is_not_guessed_at():

@@ -34,7 +34,7 @@ class Machine:
             def wait_stream(self, other):
                 machine.log.append(f"{self.cuda_stream} waits for all of {other.cuda_stream}")
 
-        monkeypatch.setattr(turns, "_raw_stream", lambda index: self.current)
+        monkeypatch.setattr(turns, "raw_stream", lambda index: self.current)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.streams.setdefault(self.current, Made(self.current)))
         self.turns = turns.Turns(torch.device("cuda", 0))
