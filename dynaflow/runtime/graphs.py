@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from dynaflow.runtime.lent import Lent, by_address, let_go
+from dynaflow.runtime.memsets import without_memsets
 from dynaflow.runtime.turns import raw_stream, turns_of
 
 log = logging.getLogger("dynaflow")
@@ -121,7 +122,7 @@ class CudaRecorder:
         gc.disable()
         self._stream = torch.cuda.current_stream(self._device)
         self._spare = self._generator.clone_state()
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         stream = capture_stream(self._device)
         handle = self._pool.handle_for(stream)
         self._context = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
@@ -131,6 +132,8 @@ class CudaRecorder:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
             self._context.__exit__(None, None, None)
+        without_memsets(self._graph, capture_stream(self._device))
+        self._graph.instantiate()
         self._leave()
         return turns_of(self._device).takes(self._graph.replay) if self._has_products else self._graph.replay
 

@@ -112,6 +112,12 @@ def _over(memory: _Memory, lie: dict[str, Any]) -> tuple[torch.Tensor, Any, int]
     return tensor, tensor.untyped_storage(), storage._cdata
 
 
+def tensor_at(address: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`count` elements that lie there. It holds nothing."""
+    lie = {"size": (count,), "stride": (1,), "storage_offset": 0, "dtype": dtype, "device": device}
+    return _tensor_over(_storage_at(address, device, count * dtype.itemsize), lie)
+
+
 def by_address(arg: Any) -> Any:
     """What a CUDA Graph keeps of a tensor: where it lies. It holds nobody's saved tensors."""
     if type(arg) not in (torch.Tensor, torch.nn.Parameter) or not arg.numel() or arg.is_conj() or arg.is_neg():

@@ -14,6 +14,7 @@ import torch
 
 from dynaflow.errors import OptionError
 from dynaflow.ir import Stream
+from dynaflow.runtime.driver import DriverError, ask, cuda_driver
 
 _made: dict[tuple[int, tuple[Stream, ...]], dict[str, torch.cuda.Stream]] = {}
 _keep: list[Any] = []  # green contexts live as long as their streams: for ever
@@ -49,16 +50,12 @@ def split_streams(streams: tuple[Stream, ...], device: torch.device) -> dict[str
 
 def _split(streams: tuple[Stream, ...], index: int) -> dict[str, torch.cuda.Stream]:
     try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise OptionError("a share of the SMs needs the package cuda-bindings.", fix="pip install it, or leave sms out") from error
+        return _split_by(cuda_driver(), streams, index)
+    except DriverError as error:
+        raise OptionError(f"the driver cannot divide the SMs: {error}.", fix="leave sms out of flow.stream") from error
 
-    def ask(call: Any, *args: Any) -> Any:
-        status, *values = call(*args)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise OptionError(f"the driver cannot divide the SMs: {call.__name__} says {status.name}.", fix="leave sms out of flow.stream")
-        return values[0] if len(values) == 1 else values
 
+def _split_by(driver: Any, streams: tuple[Stream, ...], index: int) -> dict[str, torch.cuda.Stream]:
     torch.cuda.init()
     cu_device = ask(driver.cuDeviceGet, index)
     left = ask(driver.cuDeviceGetDevResource, cu_device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)

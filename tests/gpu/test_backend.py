@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 
 import dynaflow as df
 from dynaflow.capture import of
-from dynaflow.runtime import graphs
+from dynaflow.runtime import graphs, memsets
+from dynaflow.runtime.driver import ask, cuda_driver
 
 DEVICE = torch.device("cuda")
 
@@ -236,3 +237,46 @@ def test_workspaces_that_torch_gives_back_stay_the_recordings():
                 assert torch.equal(fast(x), y)
     torch.cuda.synchronize()
     assert all(bool((o == 3.0).all()) for o in others)
+
+
+@torch.library.custom_op("test_backend::times_one", mutates_args=())
+def times_one(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).zero_().add_(1).mul_(x)  # zero_ is a memset
+
+
+@times_one.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Zeroing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2048, 2048, bias=False), nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x):
+        return self.b(times_one(self.a(x)))
+
+
+def num_memsets(graph):
+    nodes = memsets._nodes(driver := cuda_driver(), driver.CUgraph(graph.raw_cuda_graph()))
+    return sum(ask(driver.cuGraphNodeGetType, n) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET for n in nodes)
+
+
+@pytest.mark.parametrize("strategy", [df.Sequential(), df.TwoBatch()], ids=str)
+def test_memsets_become_kernels(strategy, monkeypatch):
+    counts, replace = [], graphs.without_memsets
+
+    def watched(graph, stream):
+        before = num_memsets(graph)
+        replace(graph, stream)
+        counts.append((before, num_memsets(graph)))
+
+    monkeypatch.setattr(graphs, "without_memsets", watched)
+    torch.manual_seed(0)
+    model = Zeroing().to(DEVICE, torch.bfloat16).requires_grad_(False)
+    compiled, launched = df.compile(model, strategy, runtime="graph"), df.compile(model, strategy)
+    for _ in range(4):
+        x = torch.randn(4096, 2048, device=DEVICE, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), launched(x))
+    assert counts and all(before > 0 and after == 0 for before, after in counts)

@@ -1,0 +1,119 @@
+"""Memsets of a recording become kernels.
+
+cuBLAS sets its counters to zero with a memset ahead of a large product. The driver launches a line of kernels in a few microseconds,
+however long it is; every memset in it costs the host about two more. So the recording's graph is changed before it is made executable:
+in a memset's place comes a kernel that writes the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+
+from dynaflow.runtime.driver import DriverError, ask, cuda_driver
+from dynaflow.runtime.lent import tensor_at
+
+log = logging.getLogger("dynaflow")
+
+_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Fill(NamedTuple):
+    """`num_elements` of `size` bytes each, from `address` on, get `value`."""
+
+    address: int
+    value: int
+    size: int
+    num_elements: int
+
+    def run(self, device: torch.device) -> None:
+        dtype = _DTYPES[self.size]
+        value = self.value if self.size == 1 or self.value < 1 << (8 * self.size - 1) else self.value - (1 << 8 * self.size)
+        tensor_at(self.address, self.num_elements, dtype, device).fill_(value)
+
+
+# the kernel nodes that do these fills, and what must stay until they are copied
+Recorded = tuple[Sequence[Any], Any]
+
+
+def without_memsets(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """The graph is captured and kept, and not yet executable. `stream`: one to capture on. Where the driver cannot, memsets stay."""
+    try:
+        driver = cuda_driver()
+        replace_memsets(driver, driver.CUgraph(graph.raw_cuda_graph()), lambda fills: _record(driver, fills, stream))
+    except DriverError as error:
+        log.info("memsets stay in CUDA Graphs: %s", error)
+
+
+def replace_memsets(driver: Any, graph: Any, record: Callable[[Sequence[Fill]], Recorded]) -> int:
+    """How many memsets became kernels. A step that fails leaves a graph that does what it did."""
+    found: list[tuple[Any, Fill]] = []
+    for node in _nodes(driver, graph):
+        if ask(driver.cuGraphNodeGetType, node) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+            memset = ask(driver.cuGraphMemsetNodeGetParams, node)
+            if int(memset.height) <= 1:
+                value = int(memset.value) & ((1 << 8 * int(memset.elementSize)) - 1)
+                found.append((node, Fill(int(memset.dst), value, int(memset.elementSize), int(memset.width))))
+    if not found:
+        return 0
+    fills = list(dict.fromkeys(fill for _, fill in found))
+    kernels, kept = record(fills)
+    params = {fill: ask(driver.cuGraphKernelNodeGetParams, kernel) for fill, kernel in zip(fills, kernels)}
+    for node, fill in found:
+        before, after = _neighbours(driver, "Dependencies", node), _neighbours(driver, "DependentNodes", node)
+        made = ask(driver.cuGraphAddKernelNode, graph, before, len(before), params[fill])
+        if after:
+            _take_priority(driver, made, after[0])
+            plain = [driver.CUgraphEdgeData() for _ in after]
+            ask(_newest(driver, "cuGraphAddDependencies"), graph, [made] * len(after), after, plain, len(after))
+        ask(driver.cuGraphDestroyNode, node)
+    del kept
+    return len(found)
+
+
+def _record(driver: Any, fills: Sequence[Fill], stream: torch.cuda.Stream) -> Recorded:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for fill in fills:
+                fill.run(stream.device)
+        finally:
+            graph.capture_end()
+    # one behind the other
+    nodes = _nodes(driver, driver.CUgraph(graph.raw_cuda_graph()))
+    line = [node for node in nodes if not _neighbours(driver, "Dependencies", node)]
+    while following := _neighbours(driver, "DependentNodes", line[-1]):
+        line += following
+    if len(line) != len(fills):
+        raise DriverError(f"{len(fills)} fills were recorded as {len(line)} nodes")
+    return line, graph
+
+
+def _nodes(driver: Any, graph: Any) -> list[Any]:
+    _, count = ask(driver.cuGraphGetNodes, graph, 0)
+    nodes, count = ask(driver.cuGraphGetNodes, graph, count)
+    return list(nodes[:count])
+
+
+def _neighbours(driver: Any, which: str, node: Any) -> list[Any]:
+    call = _newest(driver, f"cuGraphNodeGet{which}")
+    *_, count = ask(call, node, 0)
+    if not count:
+        return []
+    nodes, *_ = ask(call, node, count)
+    return list(nodes[:count])
+
+
+def _take_priority(driver: Any, made: Any, other: Any) -> None:
+    """A kernel that another one waits for is as urgent."""
+    if ask(driver.cuGraphNodeGetType, other) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        what = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+        ask(driver.cuGraphKernelNodeSetAttribute, made, what, ask(driver.cuGraphKernelNodeGetAttribute, other, what))
+
+
+def _newest(driver: Any, name: str) -> Any:
+    """The function that knows of edges' data: its name has a number before CUDA 13."""
+    return getattr(driver, f"{name}_v2", None) or getattr(driver, name)
