@@ -275,7 +275,7 @@ def test_memsets_become_kernels(strategy, monkeypatch):
     monkeypatch.setattr(graphs, "without_memsets", watched)
     torch.manual_seed(0)
     model = Zeroing().to(DEVICE, torch.bfloat16).requires_grad_(False)
-    compiled, launched = df.compile(model, strategy, runtime="graph"), df.compile(model, strategy)
+    compiled, launched = df.compile(model, strategy=strategy, runtime="graph"), df.compile(model, strategy=strategy)
     for _ in range(4):
         x = torch.randn(4096, 2048, device=DEVICE, dtype=torch.bfloat16)
         assert torch.equal(compiled(x), launched(x))
