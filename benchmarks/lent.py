@@ -16,6 +16,7 @@ stands in the results. Everything that is unpacked or compiled lies in the tempo
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +54,7 @@ class Lent:
                 with tarfile.open(bundle) as tar:
                     tar.extractall(packages, filter="tar")
                 done.touch()
+        _register(packages)
         path = [str(ROOT), str(packages), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.env = os.environ | {
             "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -115,6 +118,18 @@ class Lent:
         whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
         with tarfile.open(whole) as tar:
             tar.extractall(self.caches, filter="tar")
+
+
+def _register(packages: Path) -> None:
+    """What pip would write down of DynaFlow, so that vLLM and Dynamo find it: the tree itself is run, and nothing is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = packages / f"{project['name']}-{project['version']}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    points = configparser.ConfigParser()
+    points.read_dict(project["entry-points"])
+    with (folder / "entry_points.txt").open("w") as file:
+        points.write(file)
 
 
 def side_by_side() -> dict[str, tuple[str, ...]]:

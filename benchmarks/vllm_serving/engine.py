@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def serve(wish: Result) -> None:
         from benchmarks.vllm_serving.emulated import put_all_reduces
 
         put_all_reduces()
+    if not any(point.name == "dynaflow" for point in entry_points(group="vllm.general_plugins")):
+        # it would be plain vLLM that is measured, under another name
+        raise RuntimeError("vLLM does not find DynaFlow's plugin: install DynaFlow (pip install --no-deps .), or see benchmarks.lent")
     from vllm import LLM
 
     from dynaflow.integrations.vllm import stats

@@ -40,20 +40,25 @@ class Turns:
         """The next turn is behind what the current stream has by now."""
         with self._lock:
             self.enter()  # who came in between is over, too
-            if self._event is None:
-                self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            self._record()
 
     def takes(self, replay: Callable[[], Any]) -> Callable[[], None]:
-        """The replay, as a turn. On the path of every call."""
+        """The replay, as a turn. On the path of every call: spelt out."""
+        lock, index = self._lock, self._index
 
         def run() -> None:
-            with self._lock:
-                self.enter()
+            with lock:
+                if raw_stream(index) != self._raw:
+                    self.enter()
                 replay()
-                self.leave()
+                self._record()
 
         return run
+
+    def _record(self) -> None:
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        self._event.record(self._stream)
 
 
 _turns: dict[int, Turns] = {}

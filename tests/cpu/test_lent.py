@@ -1,6 +1,8 @@
 """What runs on a lent machine, here with suites that are cheap."""
 
 import argparse
+import shutil
+from importlib.metadata import Distribution, distributions
 
 import pytest
 
@@ -22,6 +24,7 @@ def test_suites_run_side_by_side_and_say_how_they_ended(machine, tmp_path, monke
     package = tmp_path / "tree" / "benchmarks"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
+    shutil.copy(lent.ROOT / "pyproject.toml", tmp_path / "tree")
     says = "import os, sys\nprint(sys.argv[1:], os.environ['DYNAFLOW_COMMIT'])\nopen(sys.argv[-1], 'w').write('{}')"
     (package / "good.py").write_text(says)
     (package / "bad.py").write_text("raise SystemExit(3)")
@@ -34,6 +37,15 @@ def test_suites_run_side_by_side_and_say_how_they_ended(machine, tmp_path, monke
     assert not here.step("good & bad")
     told = capsys.readouterr().out
     assert "== good-2: rc 0" in told and "== bad-3: rc 3" in told
+
+
+def test_plugins_are_found_though_nothing_is_installed(machine, tmp_path):
+    machine()
+    (mine,) = distributions(path=[str(tmp_path / "work" / "packages")])
+    assert isinstance(mine, Distribution) and mine.metadata["Name"] == "dynaflow"
+    found = {(point.group, point.value) for point in mine.entry_points}
+    assert found == {("torch_dynamo_backends", "dynaflow.capture:backend"),
+                     ("vllm.general_plugins", "dynaflow.integrations.vllm:register")}  # fmt: skip
 
 
 def test_what_hangs_is_ended(machine, monkeypatch, capsys):
