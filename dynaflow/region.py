@@ -65,12 +65,14 @@ living: WeakSet[Region] = WeakSet()
 
 class Region:
     def __init__(
-        self, name: str, compiled: CompiledFxGraph, settings: Settings, static: Sequence[int], is_backward: bool, in_captures: bool = False
-    ):
-        """Raises NotCompiled. `in_captures`: the plan is for those who capture their own CUDA Graphs, see above."""
+        self, name: str, compiled: CompiledFxGraph, settings: Settings, static: Sequence[int], is_backward: bool, in_captures: bool = False,
+        text: str = "",
+    ):  # fmt: skip
+        """Raises NotCompiled. `in_captures`: the plan is for those who capture their own CUDA Graphs, see above. `text`: what kernels are
+        read from, where it is not the wrapper's own; it computes the same."""
         plain = compiled.current_callable
         assert plain is not None, "Inductor has compiled it"
-        self.name, self.text, self.settings, self.static = name, compiled.source_code, settings, tuple(static)
+        self.name, self.text, self.settings, self.static = name, text or compiled.source_code, settings, tuple(static)
         self.module: types.ModuleType = loaded_module(compiled)
         self.plain, self.is_backward, self.in_captures = plain, is_backward, in_captures
         self.digest = hashlib.sha256(self.text.encode()).hexdigest()

@@ -144,7 +144,8 @@ SUITES = (
     Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
     Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES},
           {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
-    Suite("llama-3-8b lora", LLAMA_8B, {**BASELINES, DUAL: {**V1, "VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, **IN_GRAPHS},
+    Suite("llama-3-8b lora", LLAMA_8B,
+          {DEFAULT: {}, AGAIN: {}, DUAL: {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, BRANCHES: IN_GRAPHS[BRANCHES]},
           LORA_DECODE, {**_gpu(5), **LORA_GPU}, adapters=4),
 )  # fmt: skip
 _TINY_ENGINE = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "enforce_eager": True}

@@ -3,8 +3,8 @@
 vLLM cuts a model at its attentions, compiles the pieces with Inductor, and captures them size by size. In a piece, kernels that do not
 depend on each other run one after the other: a LoRA adapter's first product behind that of the layer it belongs to, for one.
 
-    caller | shrink(x)   expand(.., y)            lora_expand adds to what the layer's own product gives
-    aux0   |  y = x @ W                           which does not need to wait for lora_shrink
+    caller | shrink(x)  expand(..)  y += ..       lora_expand adds to what the layer's own product gives:
+    aux0   |  y = x @ W                           taken apart, it does not need to wait for it (`accumulating`)
 
 1. Every piece that vLLM compiles, or finds in its cache, becomes a region (`dynaflow/region.py`). Equal layers share one.
 2. vLLM runs each size once before it captures it. In that run the region measures plans of its kernels against Inductor's order, both as
@@ -25,6 +25,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from vllm.compilation.piecewise_backend import PiecewiseBackend
 from vllm.config import CompilationMode, CUDAGraphMode
 
+from dynaflow.inductor.accumulating import Accumulates, apart
 from dynaflow.inductor.entries import wrapped_by
 from dynaflow.inductor.structure import NotCompiled
 from dynaflow.integrations.vllm_steps import Stats
@@ -34,6 +35,9 @@ from dynaflow.strategies import Auto
 from dynaflow.way import Boxed
 
 log = logging.getLogger("vllm.dynaflow")
+
+# they round what they add to the type of what they add to
+ACCUMULATING = {"torch.ops.vllm.lora_expand.default": Accumulates("output_tensor", "add_inputs")}
 
 
 class Pieces:
@@ -52,7 +56,8 @@ class Pieces:
         assert plain is not None, "Inductor has compiled it"
         name = f"vllm.{hashlib.sha256(compiled.source_code.encode()).hexdigest()[:8]}"
         try:
-            made = Region(name, compiled, self.settings, static, is_backward, in_captures=True)
+            text = apart(compiled.source_code, ACCUMULATING)
+            made = Region(name, compiled, self.settings, static, is_backward, in_captures=True, text=text)
         except NotCompiled as error:
             self.settings.count_fallback(str(error))
             log.warning("dynaflow: a piece is left to vLLM: %s", error)

@@ -37,12 +37,13 @@ def lora_shrink(x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor,
             y.copy_(torch.einsum("th,trh->tr", x, weight[which.long()]))
 
 
-@torch.library.custom_op("dynaflow_test::lora_expand", mutates_args=("out",))
-def lora_expand(x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, which: torch.Tensor, is_off: torch.Tensor,
-                num_active: torch.Tensor) -> None:  # fmt: skip
+@torch.library.custom_op("dynaflow_test::lora_expand", mutates_args=("output_tensor",))
+def lora_expand(x: torch.Tensor, weights: list[torch.Tensor], output_tensor: torch.Tensor, which: torch.Tensor, is_off: torch.Tensor,
+                num_active: torch.Tensor, offset_start: int = 0, add_inputs: bool = False) -> None:  # fmt: skip
     if not is_off.item():
         for i, (y, weight) in enumerate(zip(x, weights)):
-            out[:, i * WIDTH : (i + 1) * WIDTH] += torch.einsum("tr,tor->to", y, weight[which.long()])
+            there, new = output_tensor[:, i * WIDTH : (i + 1) * WIDTH], torch.einsum("tr,tor->to", y, weight[which.long()])
+            there.copy_(there + new if add_inputs else new)
 
 
 @torch.library.custom_op("dynaflow_test::attention", mutates_args=())
@@ -68,7 +69,7 @@ class Layered(torch.nn.Module):
         out, small = F.linear(x, weight), torch.empty(len(a), x.shape[0], RANK)
         which = self.which[: x.shape[0]]
         lora_shrink(x, a, small, which, self.is_off, self.num_active)
-        lora_expand(small, b, out, which, self.is_off, self.num_active)
+        lora_expand(small, b, out, which, self.is_off, self.num_active, 0, add_inputs=True)
         return out
 
     def forward(self, x):
@@ -84,6 +85,8 @@ def pieces(tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAFLOW_DIR", str(tmp_path / "dynaflow"))
     # on the CPU vLLM has not all of the ops that this pass asks for by name
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+    monkeypatch.setitem(vllm_branches.ACCUMULATING, "torch.ops.dynaflow_test.lora_expand.default",
+                        vllm_branches.ACCUMULATING["torch.ops.vllm.lora_expand.default"])  # fmt: skip
     integration.register()
     fresh = vllm_branches.Pieces()
     for name, value in vars(fresh).items():
@@ -140,6 +143,8 @@ def test_the_same_bits_compiled_and_from_the_cache(pieces, monkeypatch, caplog, 
     assert f"{total.regions} of {total.regions} pieces run under plans" in caplog.text
     texts = [case.choice.plan for region in pieces.regions for case in region.cases.values()]
     assert all("launch dynaflow_test.lora_shrink.default.0 @caller" in text and "mm.1 @aux0" in text for text in texts)
+    # what lora_expand adds waits for no product, and is added behind it
+    assert all(text.count("launch add_.Tensor") == text.count("launch dynaflow_test.lora_expand") > 0 for text in texts)
 
 
 def test_what_is_read_on_the_host_tells_cases_apart(pieces):
