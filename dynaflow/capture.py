@@ -45,10 +45,8 @@ OPTIMIZED = "_dynaflow_optimized"
 
 def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
     """torch.compile's way in. `options` are df.compile's keyword arguments."""
-    if mode not in (None, "default"):
-        raise OptionError(
-            f"mode={mode!r} is a mode of Inductor; dynaflow has none.", fix="leave mode out; options={'strategy': ...} sets the strategy")
-    return capture(gm, inputs, read_settings(**dict(options or {})))
+    asked = {} if mode is None else {"mode": mode}
+    return capture(gm, inputs, read_settings(**{**dict(options or {}), **asked}))
 
 
 def capture(
@@ -171,6 +169,7 @@ def compile(
     strict: bool = False,
     runtime: str = "auto",
     compiler: str = "auto",
+    mode: str = "default",
     buckets: str | Sequence[int] | None = None,
     borrow: bool = False,
     fixed_weights: bool = False,
@@ -190,6 +189,9 @@ def compile(
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
     compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
+    mode          torch.compile's: under "max-autotune" Inductor tries kernels out as it compiles, which takes minutes. CUDA Graphs are
+                  runtime='s to decide on: "max-autotune-no-cudagraphs" is the same, and "reduce-overhead" changes nothing (it is
+                  refused where nothing is recorded)
     buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
                   "powers": powers of two. None: every size is recorded as it is
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
@@ -205,8 +207,8 @@ def compile(
     """
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
-        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, buckets=buckets,
-        borrow=borrow, fixed_weights=fixed_weights, never_slower=never_slower, max_memory=max_memory,
+        strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, mode=mode,
+        buckets=buckets, borrow=borrow, fixed_weights=fixed_weights, never_slower=never_slower, max_memory=max_memory,
         part_context=part_context, align=align, name=name,
     )  # fmt: skip
     compiled = Compiled(model, settings)

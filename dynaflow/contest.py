@@ -186,5 +186,5 @@ def _path(graph: CapturedGraph, bounds: Sequence[Bound], sizes: tuple[Any, ...],
     lie = [(tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else a for a in args]
     settings, plans = graph.settings, [str(bound.plan) for bound in bounds]
     versions = torch.__version__, VERSION
-    key = repr((graph.gm.code, plans, sizes, lie, machine, versions, ambient(), settings.runtime, settings.compiler))
+    key = repr((graph.gm.code, plans, sizes, lie, machine, versions, ambient(), settings.runtime, settings.compiler, settings.mode))
     return disk.directory("contests") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

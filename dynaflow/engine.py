@@ -128,7 +128,7 @@ class CapturedGraph:
         captured, self.gm = self.gm, copy.deepcopy(self.gm)
         self._whole = self.gm.forward
         try:
-            self._whole = compile_captured(captured, inputs, self._region if self.has_kernels else None)
+            self._whole = compile_captured(captured, inputs, self.settings.inductor_options, self._region if self.has_kernels else None)
         except exceptions_allowed_to_be_fallback:
             raise  # Dynamo breaks the graph there, and captures what is before and behind
         except Exception as error:
@@ -196,8 +196,8 @@ class CapturedGraph:
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
         self._plain_outputs = self.built.plain_outputs(self._output_names)
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
-        is_recorded = self.settings.runtime == "graph"
-        self.compiler = Inductor(flow, self.built.program.layouts, is_recorded) if self.is_compiled else None
+        is_recorded, options = self.settings.runtime == "graph", self.settings.inductor_options
+        self.compiler = Inductor(flow, self.built.program.layouts, is_recorded, options) if self.is_compiled else None
         self.planning = Planning(self.gm.graph, self.built, self.compiler, self.settings, self.device)
         if is_recorded:
             self._recordings = graphs.Recordings(self.settings.name, self.device, self.settings.pool, self.settings.borrow)

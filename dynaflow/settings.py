@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
+from torch._inductor import list_mode_options
 
 from dynaflow import strategies
 from dynaflow.annotate import Rule
@@ -24,6 +25,8 @@ _NAMED: dict[str, type[Strategy]] = {
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
 COMPILERS = ("auto", "inductor", "eager")
+# torch.compile's
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # which dim of which argument is the batch: one for all, one per argument, or a function from a call's arguments to one of these
 Batch = int | Mapping[str, int] | Callable[[Mapping[str, Any]], int | Mapping[str, int] | None] | None
 RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
@@ -80,6 +83,7 @@ class Settings:
     strict: bool = False
     runtime: str = "auto"
     compiler: str = "auto"
+    mode: str = "default"
     buckets: str | Sequence[int] | None = None
     borrow: bool = False
     fixed_weights: bool = False
@@ -100,13 +104,18 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        is_asked = self.compiler == "inductor" or self.has_kernels(device)
+        is_asked = self.compiler == "inductor" or self.mode != "default" or self.has_kernels(device)
         return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether the ops to be planned are the kernels that Inductor makes of the graph: where that is asked for, and on CUDA where
         nothing is."""
         return self.partition == "kernels" or (self.is_open and device.type == "cuda" and has_triton())
+
+    @property
+    def inductor_options(self) -> dict[str, Any]:
+        """What the mode says of Inductor. Whether anything is recorded in a CUDA Graph is ours to say."""
+        return {name: value for name, value in list_mode_options(self.mode).items() if name != "triton.cudagraphs"}
 
     @property
     def is_open(self) -> bool:
@@ -185,8 +194,8 @@ def _imported(path: str) -> Any:
 
 def read_settings(**options: Any) -> Settings:
     """Settings from keyword arguments; unknown or impossible ones are refused by name."""
-    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "buckets", "borrow", "fixed_weights", "never_slower",
-             "max_memory", "part_context", "align", "name"}  # fmt: skip
+    known = {"strategy", "partition", "batch", "strict", "runtime", "compiler", "mode", "buckets", "borrow", "fixed_weights",
+             "never_slower", "max_memory", "part_context", "align", "name"}  # fmt: skip
     unknown = sorted(set(options) - known)
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
@@ -197,6 +206,13 @@ def read_settings(**options: Any) -> Settings:
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:
         raise OptionError(f"unknown compiler {settings.compiler!r}.", fix=f"use one of {', '.join(COMPILERS)}")
+    if settings.mode not in MODES:
+        raise OptionError(f"unknown mode {settings.mode!r}.", fix=f"use one of {', '.join(MODES)}")
+    if settings.mode != "default" and settings.compiler == "eager":
+        raise OptionError(f"mode={settings.mode!r} needs a compiler.", why="it is a mode of Inductor", fix="leave compiler='eager' out")
+    if settings.mode == "reduce-overhead" and not (settings.is_open or settings.runtime == "graph"):
+        raise OptionError(
+            "mode='reduce-overhead' is about CUDA Graphs, which runtime= decides on here.", fix="runtime='graph', and leave mode out")
     if settings.partition == "kernels" and settings.compiler == "eager":
         raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
     factor = settings.max_memory

@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -31,8 +32,9 @@ _AS_THEY_ARE = ("network", "copy")
 class Inductor:
     """Entries for the units of one flow. Equal units, of any flow, are compiled once."""
 
-    def __init__(self, flow: Flow, layouts: Mapping[str, Layout], is_recorded: bool):
-        self._flow, self._layouts, self._is_recorded = flow, layouts, is_recorded
+    def __init__(self, flow: Flow, layouts: Mapping[str, Layout], is_recorded: bool, options: Mapping[str, Any]):
+        """`options`: of Inductor's configuration, for all that is compiled here."""
+        self._flow, self._layouts, self._is_recorded, self._options = flow, layouts, is_recorded, dict(options)
         # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
         self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
         self._eager = {op.name: f"{op.kind} ops run as they are" for op in flow.ops if op.kind in _AS_THEY_ARE}
@@ -59,7 +61,8 @@ class Inductor:
             compiled = self._compiled(unit)
             if compiled is None:
                 return None
-            variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
+            with inductor_config.patch(self._options):
+                variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
             strides = variant.strides(sizes)
         except NotCompiled as error:
             self._note(unit, str(error))
@@ -121,27 +124,27 @@ def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
 # -- the graph as a whole
 
 
-def compile_captured(gm: fx.GraphModule, inputs: Sequence[Any], wrap: Wrap | None = None) -> Callable[..., Any]:
+def compile_captured(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], wrap: Wrap | None = None
+) -> Callable[..., Any]:
     """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
     what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
     where they are, for one).
 
-    `wrap` gets every graph that Inductor compiles for it or finds in its cache, now or (a backward) later, and what it returns is called
-    in the place of Inductor's own callable.
+    `options`: of Inductor's configuration. `wrap` gets every graph that Inductor compiles for it or finds in its cache, now or (a
+    backward) later, and what it returns is called in the place of Inductor's own callable.
     """
     from torch._inductor.compile_fx import compile_fx
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
-    if wrap is None:
-        return compile_fx(gm, examples)  # type: ignore[return-value]
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         with wrapped_by(wrap):
             return compile_fx_inner(*args, **kwargs)
 
     with wrapped_by(wrap):
-        return compile_fx(gm, examples, inner_compile=inner)  # type: ignore[return-value]
+        return compile_fx(gm, examples, inner_compile=inner, config_patches=dict(options))  # type: ignore[return-value]
 
 
 # (graph, whether it is a backward, arguments that stay where they are) -> what is called
@@ -150,7 +153,7 @@ _wrap: ContextVar[Wrap | None] = ContextVar("dynaflow_wrap", default=None)
 
 
 @contextmanager
-def wrapped_by(wrap: Wrap) -> Iterator[None]:
+def wrapped_by(wrap: Wrap | None) -> Iterator[None]:
     token = _wrap.set(wrap)
     try:
         yield
