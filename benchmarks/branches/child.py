@@ -17,7 +17,7 @@ from benchmarks.branches import ours, report
 from benchmarks.branches.pictures import add_timelines
 from benchmarks.branches.rows import ROWS, Case, Row
 from benchmarks.branches.sections import equal_section, provisional, time_section
-from benchmarks.branches.variants import MAX_AUTOTUNE, Variants, names, to_warm
+from benchmarks.branches.variants import TUNED, Variants, names, to_warm
 from benchmarks.store import Result, failed, stamped
 
 
@@ -45,7 +45,7 @@ def _names(row: Row, wish: dict[str, Any]) -> tuple[str, ...]:
 def _fill(row: Row, wish: dict[str, Any]) -> int:
     """Compile and call once; Inductor keeps what it made. What is chosen beside other processes is forgotten."""
     is_cuda = wish["device"].startswith("cuda")
-    wanted = to_warm(row, is_cuda) if wish["phase"] == "warm" else tuple(n for n in _names(row, wish) if n == MAX_AUTOTUNE)
+    wanted = to_warm(row, is_cuda) if wish["phase"] == "warm" else tuple(n for n in _names(row, wish) if n in TUNED)
     with tempfile.TemporaryDirectory() as forgotten:
         os.environ["DYNAFLOW_DIR"] = forgotten
         variants = Variants(row.case(wish["device"], wish["tiny"]), wish["device"], wish["options"])
@@ -60,7 +60,7 @@ def _time(row: Row, wish: dict[str, Any]) -> int:
         case = row.case(wish["device"], wish["tiny"])
         variants = Variants(case, wish["device"], wish["options"])
         wanted = _names(row, wish)
-        quick = tuple(n for n in wanted if n != MAX_AUTOTUNE)
+        quick = tuple(n for n in wanted if n not in TUNED)
         with ours.before_trials(turn.take):  # they time plans
             variants.some(*quick)
         turn.take()
@@ -68,9 +68,9 @@ def _time(row: Row, wish: dict[str, Any]) -> int:
         left_out = [n for n in names(row, variants.is_cuda) if n not in wanted]
         if left_out:
             found["note"] = "; ".join(filter(None, (found["note"], f"left out: {', '.join(left_out)}")))
-        if MAX_AUTOTUNE in wanted:
+        if wanted != quick:
             _keep(row, wish, provisional(found), began)
-            found |= time_section(case, variants, wanted, wish["rounds"])
+            found |= time_section(case, variants, wanted, wish["rounds"]) | equal_section(case, variants, wanted)
         _keep(row, wish, found, began)
         if wish["timelines"]:
             _timelines(case, variants, row, Path(wish["timelines"]))

@@ -23,12 +23,19 @@ from dynaflow.timeline import Timeline
 from dynaflow.trials import Trials
 
 NAME = "dynaflow"
+DEFAULT, TUNED = "default", "max-autotune"
 
 
 def build(case: Case, options: Mapping[str, Any]) -> Call:
     """`torch.compile(model, backend="dynaflow")` and nothing else; `options` are those of --options."""
     fast = torch.compile(entry(case.module), backend=_backend(), **({"options": dict(options)} if options else {}))
     _compiled[id(case)] = fast
+    return lambda number: case.finish(fast(**case.args(number)))
+
+
+def build_tuned(case: Case, options: Mapping[str, Any]) -> Call:
+    """The same with mode="max-autotune" (torch.compile takes a mode or options)."""
+    fast = torch.compile(entry(case.module), backend=_backend(), options={**options, "mode": TUNED})
     return lambda number: case.finish(fast(**case.args(number)))
 
 
@@ -78,32 +85,32 @@ def one_stream(call: Call) -> Call:
     return alone
 
 
-def _chosen() -> list[ExplainedKernels]:
+def _chosen(mode: str = DEFAULT) -> list[ExplainedKernels]:
     """What was chosen in this process, region by region, forward first."""
-    found = [explain_case(case) for region in living for case in region.cases.values()]
+    found = [explain_case(case) for region in living if region.settings.mode == mode for case in region.cases.values()]
     return sorted(found, key=lambda e: e.name)
 
 
-def _measured() -> list[ExplainedKernels]:
-    return [e for e in _chosen() if e.flow is not None and e.choice is not None and e.choice.costs]
+def _measured(mode: str = DEFAULT) -> list[ExplainedKernels]:
+    return [e for e in _chosen(mode) if e.flow is not None and e.choice is not None and e.choice.costs]
 
 
-def bound() -> Result | None:
+def bound(mode: str = DEFAULT) -> Result | None:
     """What no schedule of this process's kernels can be faster than: the longer of their critical path and their total work, from the
     costs that were measured; regions one after the other. And what the chosen plans come to in simulation, launches included."""
-    measured = [(e.flow, e.choice.costs) for e in _measured() if e.flow is not None and e.choice is not None]
+    measured = [(e.flow, e.choice.costs) for e in _measured(mode) if e.flow is not None and e.choice is not None]
     if not measured:
         return None
     path, work, both = (sum(f(flow, costs) for flow, costs in measured) for f in (critical_path_us, total_work_us, bound_us))
-    plan = sum(e.timelines()[1].total_us for e in _measured())
+    plan = sum(e.timelines()[1].total_us for e in _measured(mode))
     return {"ms": round(both / 1e3, 5), "critical_path_us": round(path, 2), "total_work_us": round(work, 2), "plan_us": round(plan, 2)}
 
 
-def choice() -> Result:
-    """Which plan was chosen in this process for each region, and why; and what fell back."""
+def choice(mode: str = DEFAULT) -> Result:
+    """Which plan was chosen in this process for each region, and why; and what fell back (counts are of all modes)."""
     stats = df.stats()
     fallbacks = {str(reason).splitlines()[0][:200]: count for reason, count in stats.fallbacks.items()}
-    return {"chosen": {e.name: str(e.choice or e.refusal) for e in _chosen()}, "captures": stats.captures, "calls": stats.calls,
+    return {"chosen": {e.name: str(e.choice or e.refusal) for e in _chosen(mode)}, "captures": stats.captures, "calls": stats.calls,
             "planned_calls": stats.planned_calls, "launches": stats.num_launches, "fallbacks": fallbacks}  # fmt: skip
 
 

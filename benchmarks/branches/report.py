@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import store
+from benchmarks.branches.ours import DEFAULT
 from benchmarks.branches.rows import BRANCHY, CONTROL, GROUPS, HRNET, LORA, NAMES, ROWS, TRAINING, Row
 from benchmarks.branches.variants import COMPILE, EAGER, EAGER_GRAPH, OURS
 from benchmarks.store import Result, cell, geomean, line, shown, target
@@ -158,7 +159,8 @@ def markdown(rows: Sequence[Result], folder: Path = PAGE.parent) -> str:
         "Milliseconds per step, median (spread from the 10th to the 90th percentile), variants in turns in one process. Of an inference "
         "row, all but dynaflow are put into a CUDA Graph by the suite or by Inductor, copies of inputs included; `against` is the "
         "faster of `torch.compile` in a CUDA Graph and `max-autotune`, for training the fastest of `torch.compile`, `reduce-overhead` and "
-        "`max-autotune`. Speedups carry their 95% interval. In a graph: dynaflow's callable inside of the caller's own CUDA Graph, against "
+        "`max-autotune`. dynaflow is the faster of its own default and `mode=\"max-autotune\"`, where that was measured; it says which. "
+        "Speedups carry their 95% interval. In a graph: dynaflow's callable inside of the caller's own CUDA Graph, against "
         "torch.compile in one; Dynamo's guards and our own host time, which show where a step is short, are out of the way there. Bound: "
         "what the longer of critical path and total work would give, simulated. Equal: to the same plan on one stream, fresh inputs, "
         "poisoned outputs; in brackets against torch.compile. Memory: peak reserved above weights and inputs, MiB, "
@@ -193,7 +195,7 @@ def _rows_table(rows: Sequence[Result], folder: Path) -> list[str]:
         eager = next((f for n in (EAGER_GRAPH, EAGER) if (f := r["baselines"].get(n))), None)
         low, high = r.get("interval") or (0.0, 0.0)
         speedup = f"**{r['speedup']:.2f}x** ({low:.2f} to {high:.2f})" if r["speedup"] else "-"
-        cells = (_picture(r["row"], folder), _spread(eager), r["against"] or "-", _spread(theirs), _spread(ours), speedup,
+        cells = (_picture(r["row"], folder), _spread(eager), r["against"] or "-", _spread(theirs), _spread(ours) + _mode(r), speedup,
                  _times(r.get("speedup_in_graph")), _times(r.get("bound")), _share(r), _equal(r), _mib(ours, theirs))  # fmt: skip
         lines.append("| " + " | ".join(map(cell, cells)) + " |")
     return lines
@@ -208,6 +210,11 @@ def _picture(row: str, folder: Path) -> str:
 
 def _spread(figures: Result | None) -> str:
     return f"{figures['median_ms']:.3f} ({figures['spread_ms']:.3f})" if figures else "-"
+
+
+def _mode(row: Result) -> str:
+    """Said where it is not the default."""
+    return f", {row['mode']}" if row.get("mode", DEFAULT) != DEFAULT else ""
 
 
 def _share(row: Result) -> str:

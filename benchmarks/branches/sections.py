@@ -9,7 +9,19 @@ from torch import Tensor
 
 from benchmarks.branches import ours
 from benchmarks.branches.rows import Case
-from benchmarks.branches.variants import BASELINES, COMPILE, COMPILE_GRAPH, EAGER, EAGER_GRAPH, MAX_AUTOTUNE, OURS, OURS_GRAPH, Variants
+from benchmarks.branches.variants import (
+    BASELINES,
+    COMPILE,
+    COMPILE_GRAPH,
+    EAGER,
+    EAGER_GRAPH,
+    MAX_AUTOTUNE,
+    MINE,
+    OURS,
+    OURS_GRAPH,
+    OURS_TUNED,
+    Variants,
+)
 from benchmarks.cases import Call
 from benchmarks.measure import ratio, side_by_side
 from benchmarks.store import Result
@@ -19,19 +31,22 @@ NUM_EQUAL = 3
 
 
 def time_section(case: Case, variants: Variants, names: Sequence[str], num_rounds: int) -> Result:
-    """All variants in turns; the speedup is against the fastest that torch.compile offers."""
+    """All variants in turns; the speedup is that of the fastest of ours against the fastest that torch.compile offers."""
     made = variants.some(*names)
     times = side_by_side(case, {name: v.call for name, v in made.items()}, variants.device, num_rounds)
     figures = {name: t.figures() | _memory(made[name]) | {"build_s": made[name].build_s} for name, t in times.items()}
-    baselines = {name: f for name, f in figures.items() if name not in (OURS, OURS_GRAPH)}
+    baselines = {name: f for name, f in figures.items() if name not in (*MINE, OURS_GRAPH)}
     against = min((n for n in BASELINES if n in baselines), key=lambda n: baselines[n]["median_ms"], default=None)
+    best = min((n for n in MINE if n in figures), key=lambda n: figures[n]["median_ms"], default=OURS)
+    mode = ours.TUNED if best == OURS_TUNED else ours.DEFAULT
     found: Result = {
-        "repetitions": min((len(t.all) for t in times.values()), default=0), "ours": figures.get(OURS), "baselines": baselines,
-        "against": against, "plan": ours.choice(), "given_mib": round(case.num_bytes / 2**20, 1),
+        "repetitions": min((len(t.all) for t in times.values()), default=0), "ours": figures.get(best), "baselines": baselines,
+        "against": against, "plan": ours.choice(mode), "given_mib": round(case.num_bytes / 2**20, 1),
+        "modes": {n: figures[n] for n in MINE if n in figures}, "mode": mode,
     }  # fmt: skip
-    if against is not None and OURS in times:
-        pair = ratio(times[against], times[OURS])
-        limit = ours.bound()
+    if against is not None and best in times:
+        pair = ratio(times[against], times[best])
+        limit = ours.bound(mode)
         found |= {"speedup": pair["ratio"], "interval": [pair["low"], pair["high"]], "device_speedup": pair.get("device_ratio"),
                   "bound": round(baselines[against]["median_ms"] / limit["ms"], 4) if limit else None, "bound_of": limit}  # fmt: skip
     if OURS_GRAPH in times and COMPILE_GRAPH in times:  # both in the caller's own CUDA Graph
@@ -69,7 +84,7 @@ def equal_section(case: Case, variants: Variants, names: Sequence[str], count: i
     `equal` is "bit" or says what was found. Kernels that do not repeat bit-equal (some attention, atomics) are shown by a second run of
     the reference.
     """
-    made = variants.some(*(n for n in (OURS, COMPILE_GRAPH, COMPILE) if n in names))
+    made = variants.some(*(n for n in (*MINE, COMPILE_GRAPH, COMPILE) if n in names))
     if OURS not in made:
         return {"equal": "not measured", "differences": {}}
     call = made[OURS].call
@@ -81,15 +96,18 @@ def equal_section(case: Case, variants: Variants, names: Sequence[str], count: i
     before = case.sets
     try:
         found = {name: compared(case, call, reference, count) for name, reference in references.items()}
+        if OURS_TUNED in made:
+            found[f"one stream, {ours.TUNED}"] = compared(case, made[OURS_TUNED].call, ours.one_stream(made[OURS_TUNED].call), count)
     finally:
         case.sets = before
     return {"equal": headline(found, ours.choice()["planned_calls"] > 0), "differences": found}
 
 
 def headline(found: dict[str, Result], is_planned: bool) -> str:
-    """Against one stream; a callable that runs no plan equals itself, so that torch.compile is what it is held against."""
+    """Against one stream, in both modes; a callable that runs no plan equals itself, so that torch.compile is what it is held against."""
     if is_planned:
-        return verdict(found["one stream"])
+        verdicts = [verdict(each) for name, each in found.items() if name.startswith("one stream")]
+        return next((v for v in verdicts if v != "bit"), "bit")
     return verdict(found[COMPILE]) if COMPILE in found else "no plan ran"
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.branches import ours, pictures, report, sections, variants
 from benchmarks.branches.models.lora import LoRALinear
 from benchmarks.branches.plot import plot
 from benchmarks.branches.rows import BRANCHY, CONTROL, HRNET, LORA, NAMES, ROWS, TRAINING
+from benchmarks.measure import Times
 from benchmarks.store import failed, load, stamped
 from benchmarks.variants import entry
 from dynaflow.timeline import Span, Timeline
@@ -62,7 +64,7 @@ def test_important_rows_come_first():
     assert NAMES[:3] == [HRNET, "inception_v3 b=1", LORA] and NAMES.index("lora-llama 64 tokens") == 3 and len(set(NAMES)) == len(NAMES)
     assert {row.group for row in ROWS} == {BRANCHY, CONTROL, TRAINING}
     for row in ROWS:
-        assert variants.names(row, is_cuda=True)[-1] == variants.MAX_AUTOTUNE
+        assert variants.names(row, is_cuda=True)[-2:] == variants.TUNED == (variants.MAX_AUTOTUNE, variants.OURS_TUNED)
         assert set(variants.to_warm(row, is_cuda=True)) >= {variants.COMPILE, variants.OURS}
 
 
@@ -123,6 +125,24 @@ def test_rejects_equality_of_what_runs_no_plan_with_itself():
     assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=True) == "bit"
     assert sections.headline({"one stream": same, variants.COMPILE: other}, is_planned=False) == "max abs 5.0e-01"
     assert sections.headline({"one stream": same}, is_planned=False) == "no plan ran"
+    assert sections.headline({"one stream": same, "one stream, max-autotune": other}, is_planned=True) == "max abs 5.0e-01"
+    assert sections.headline({"one stream": same, "one stream, max-autotune": same}, is_planned=True) == "bit"
+
+
+def test_the_fastest_of_ours_is_against_the_fastest_baseline(monkeypatch):
+    ms = {variants.COMPILE_GRAPH: 3.0, variants.MAX_AUTOTUNE: 2.0, variants.OURS: 1.5, variants.OURS_TUNED: 1.0}
+    made = {name: SimpleNamespace(name=name, call=None, build_s=1.0, reserved_mib=None, warnings=()) for name in ms}
+    monkeypatch.setattr(sections, "side_by_side", lambda *_: {name: Times([[value] * 4]) for name, value in ms.items()})
+    asked = []
+    for what in ("choice", "bound"):
+        monkeypatch.setattr(sections.ours, what, lambda mode="default": asked.append(mode) or {"ms": 0.5, "planned_calls": 1, "calls": 1, "fallbacks": {}, "chosen": {}})
+    some = SimpleNamespace(some=lambda *names: made, device="cpu", missing={})
+    found = sections.time_section(SimpleNamespace(num_bytes=0), some, tuple(ms), 4)
+    assert (found["against"], found["mode"], found["speedup"], found["bound"]) == (variants.MAX_AUTOTUNE, "max-autotune", 2.0, 4.0)
+    assert set(found["modes"]) == set(variants.MINE) and not set(found["baselines"]) & set(variants.MINE)
+    assert "max-autotune" in asked
+    row = stamped(HRNET, "time", {"group": BRANCHY}, {**found, "equal": "bit", "differences": {}, "targets": []}, "test", "cpu")
+    assert "1.000 (0.000), max-autotune |" in report.markdown([row])
 
 
 def test_rejects_a_reference_that_says_nothing():
