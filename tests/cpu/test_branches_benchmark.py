@@ -134,8 +134,9 @@ def test_the_fastest_of_ours_is_against_the_fastest_baseline(monkeypatch):
     made = {name: SimpleNamespace(name=name, call=None, build_s=1.0, reserved_mib=None, warnings=()) for name in ms}
     monkeypatch.setattr(sections, "side_by_side", lambda *_: {name: Times([[value] * 4]) for name, value in ms.items()})
     asked = []
+    plan = {"ms": 0.5, "planned_calls": 1, "calls": 1, "fallbacks": {}, "chosen": {}}
     for what in ("choice", "bound"):
-        monkeypatch.setattr(sections.ours, what, lambda mode="default": asked.append(mode) or {"ms": 0.5, "planned_calls": 1, "calls": 1, "fallbacks": {}, "chosen": {}})
+        monkeypatch.setattr(sections.ours, what, lambda mode="default": asked.append(mode) or plan)
     some = SimpleNamespace(some=lambda *names: made, device="cpu", missing={})
     found = sections.time_section(SimpleNamespace(num_bytes=0), some, tuple(ms), 4)
     assert (found["against"], found["mode"], found["speedup"], found["bound"]) == (variants.MAX_AUTOTUNE, "max-autotune", 2.0, 4.0)
