@@ -163,7 +163,7 @@ _v2, _v3 = partial(models.expert_parallel, models.DEEPSEEK_V2_LITE), partial(mod
 
 WORKLOADS: tuple[Workload, ...] = (
     *_prefills("llama-3-70b tp8", TP, _70b, 8, NVLINK_H100, 2048, 4096, 8192, 16384),
-    *_decodes("llama-3-70b tp8", TP, _70b, 8, NVLINK_H100, 64, 256, 1024),
+    *_decodes("llama-3-70b tp8", TP, _70b, 8, NVLINK_H100, 64, 256, 1024, 2048),
     *_prefills("deepseek-v3 ep8", EP, _v3, 8, IB_400G, 2048, 4096, 8192),
     *_decodes("deepseek-v3 ep8", EP, _v3, 8, IB_400G, 64, 256, 1024),
     *_images("flux ulysses8", models.dit, 8, NVLINK_H100, (1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2)),
