@@ -191,7 +191,7 @@ def compile(
     compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
     mode          torch.compile's: under "max-autotune" Inductor tries kernels out as it compiles, which takes minutes. CUDA Graphs are
                   runtime='s to decide on: "max-autotune-no-cudagraphs" is the same, and "reduce-overhead" changes nothing (it is
-                  refused where nothing is recorded)
+                  refused where nothing would be recorded on CUDA)
     buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
                   "powers": powers of two. None: every size is recorded as it is
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does

@@ -104,7 +104,7 @@ class Settings:
     pool: Pool = field(default_factory=Pool)
 
     def wants_inductor(self, device: torch.device) -> bool:
-        is_asked = self.compiler == "inductor" or self.mode != "default" or self.has_kernels(device)
+        is_asked = self.compiler == "inductor" or bool(self.inductor_options) or self.has_kernels(device)
         return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def has_kernels(self, device: torch.device) -> bool:
@@ -210,7 +210,8 @@ def read_settings(**options: Any) -> Settings:
         raise OptionError(f"unknown mode {settings.mode!r}.", fix=f"use one of {', '.join(MODES)}")
     if settings.mode != "default" and settings.compiler == "eager":
         raise OptionError(f"mode={settings.mode!r} needs a compiler.", why="it is a mode of Inductor", fix="leave compiler='eager' out")
-    if settings.mode == "reduce-overhead" and not (settings.is_open or settings.runtime == "graph"):
+    has_graphs = settings.runtime == "graph" or settings.is_open or (settings.partition == "kernels" and settings.runtime == "auto")
+    if settings.mode == "reduce-overhead" and not has_graphs:
         raise OptionError(
             "mode='reduce-overhead' is about CUDA Graphs, which runtime= decides on here.", fix="runtime='graph', and leave mode out")
     if settings.partition == "kernels" and settings.compiler == "eager":

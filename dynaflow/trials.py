@@ -226,7 +226,7 @@ class Trials:
             if isinstance(way, Way):
                 self._before.put_back_counters()
                 way.warm_up(self._given)
-            self._replays[name] = as_replay(self._pool, self._device, lambda: way(list(self._given)))
+            self._replays[name] = as_replay(self._pool, self._device, lambda: way(list(self._given)), keeps_memsets=True)
         return self._replays[name]
 
     def _times(self) -> dict[str, float]:

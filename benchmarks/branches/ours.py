@@ -106,6 +106,11 @@ def bound(mode: str = DEFAULT) -> Result | None:
     return {"ms": round(both / 1e3, 5), "critical_path_us": round(path, 2), "total_work_us": round(work, 2), "plan_us": round(plan, 2)}
 
 
+def has_plan(mode: str) -> bool:
+    """Whether calls run under a plan of kernels, and not Inductor's own callable."""
+    return any(e.choice is not None and e.choice.plan for e in _chosen(mode))
+
+
 def choice(mode: str = DEFAULT) -> Result:
     """Which plan was chosen in this process for each region, and why; and what fell back (counts are of all modes)."""
     stats = df.stats()

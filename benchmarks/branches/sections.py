@@ -28,6 +28,7 @@ from benchmarks.store import Result
 from benchmarks.variants import Variant
 
 NUM_EQUAL = 3
+TUNED_ALONE = f"one stream, {ours.TUNED}"
 
 
 def time_section(case: Case, variants: Variants, names: Sequence[str], num_rounds: int) -> Result:
@@ -67,7 +68,7 @@ def _notes(made: dict[str, Variant], variants: Variants, names: Sequence[str], b
     notes += [f"{name} not measured: {variants.missing[name]}" for name in names if name in variants.missing]
     breaks = dict(torch._dynamo.utils.counters["graph_break"])
     notes += [f"{n} graph breaks: {str(reason)[:80]}" for reason, n in breaks.items()]
-    if OURS in made and not ours.choice()["planned_calls"]:
+    if OURS in made and not ours.has_plan(ours.DEFAULT):
         notes.append("no call ran under a plan: `equal` is against torch.compile")
     eager = next((n for n in (EAGER_GRAPH, EAGER) if n in baselines), None)
     if eager and against and baselines[eager]["median_ms"] < baselines[against]["median_ms"]:
@@ -97,16 +98,19 @@ def equal_section(case: Case, variants: Variants, names: Sequence[str], count: i
     try:
         found = {name: compared(case, call, reference, count) for name, reference in references.items()}
         if OURS_TUNED in made:
-            found[f"one stream, {ours.TUNED}"] = compared(case, made[OURS_TUNED].call, ours.one_stream(made[OURS_TUNED].call), count)
+            found[TUNED_ALONE] = compared(case, made[OURS_TUNED].call, ours.one_stream(made[OURS_TUNED].call), count)
     finally:
         case.sets = before
-    return {"equal": headline(found, ours.choice()["planned_calls"] > 0), "differences": found}
+    # what runs no plan equals itself
+    unplanned = [name for name, mode in (("one stream", ours.DEFAULT), (TUNED_ALONE, ours.TUNED)) if not ours.has_plan(mode)]
+    told = {name: each for name, each in found.items() if name not in unplanned}
+    return {"equal": headline(told), "differences": found, "without_plan": [name for name in unplanned if name in found]}
 
 
-def headline(found: dict[str, Result], is_planned: bool) -> str:
-    """Against one stream, in both modes; a callable that runs no plan equals itself, so that torch.compile is what it is held against."""
-    if is_planned:
-        verdicts = [verdict(each) for name, each in found.items() if name.startswith("one stream")]
+def headline(found: dict[str, Result]) -> str:
+    """Against one stream, in both modes; where no plan ran, torch.compile is what is left to be held against."""
+    verdicts = [verdict(each) for name, each in found.items() if name in ("one stream", TUNED_ALONE)]
+    if verdicts:
         return next((v for v in verdicts if v != "bit"), "bit")
     return verdict(found[COMPILE]) if COMPILE in found else "no plan ran"
 

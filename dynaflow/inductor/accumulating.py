@@ -44,6 +44,10 @@ def apart(text: str, ops: Mapping[str, Accumulates]) -> str:
     numbers = [int(n) for s in wrapper.statements for n in re.findall(r"^buf(\d+)$", s.makes)]
     number, pieces = max(numbers, default=-1), []
     for call, s, allocation in _found(raw, wrapper.statements, ops):
+        begin, end = s.span
+        indent = raw[:begin].rpartition(b"\n")[2].decode()
+        if indent.strip():
+            continue  # another statement stands before it in its line
         number += 1
         mine, theirs = f"buf{number}", _argument(call, s.target, ops[s.target].output)
         assert theirs is not None
@@ -51,8 +55,6 @@ def apart(text: str, ops: Mapping[str, Accumulates]) -> str:
             f"{mine} = {allocation}", f"{mine}.zero_()", _changed(call, s.target, ops[s.target], mine),
             f"torch.ops.aten.add_.Tensor({ast.unparse(theirs)}, {mine})", f"del {mine}",
         ]  # fmt: skip
-        begin, end = s.span
-        indent = raw[:begin].rpartition(b"\n")[2].decode()
         pieces += [raw[at:begin], f"\n{indent}".join(lines).encode()]
         at = end
     return b"".join([*pieces, raw[at:]]).decode()
@@ -70,7 +72,7 @@ def _found(
         elif s.kind == "alias" and s.uses[0] in lies:
             base = lies[s.uses[0]]
             lies[s.makes] = base if s.shape is None or s.stride is None else (s.shape, s.stride, *base[2:])
-        elif s.kind == "extern" and s.target in ops:
+        elif s.kind == "extern" and s.target in ops and set(ops[s.target]) <= set(_names(s.target)):
             call = ast.parse(raw[s.span[0] : s.span[1]].decode(), mode="eval").body
             assert isinstance(call, ast.Call)
             output, flag = (_argument(call, s.target, name) for name in ops[s.target])
@@ -94,10 +96,13 @@ def _changed(call: ast.Call, target: str, op: Accumulates, mine: str) -> str:
 
 
 def _names(target: str) -> list[str]:
-    """Of an op's arguments, in their order."""
-    overload: Any = functools.reduce(getattr, target.removeprefix("torch.").split("."), torch)
+    """Of an op's arguments, in their order; none where it is no op that is known here."""
+    try:
+        overload: Any = functools.reduce(getattr, target.removeprefix("torch.").split("."), torch)
+    except AttributeError:
+        return []
     return [argument.name for argument in overload._schema.arguments]
 
 
 def _tuple(items: Sequence[str]) -> str:
-    return f"({', '.join(items)},)"
+    return f"({''.join(f'{item}, ' for item in items)})"

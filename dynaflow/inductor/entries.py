@@ -11,7 +11,6 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 from torch._guards import TracingContext
-from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -61,8 +60,7 @@ class Inductor:
             compiled = self._compiled(unit)
             if compiled is None:
                 return None
-            with inductor_config.patch(self._options):
-                variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
+            variant = compiled.variant(sizes, static=self._is_recorded and _has_convolution(unit))
             strides = variant.strides(sizes)
         except NotCompiled as error:
             self._note(unit, str(error))
@@ -87,7 +85,7 @@ class Inductor:
             self._note(unit, "it takes arguments that share memory, which is changed in place")
             return None
         args = [arg if isinstance(arg, Expr) else self._spec(arg) for arg in unit.args]
-        return CompiledUnit(_copies_always(unit.fn), args, self._flow.symbols)
+        return CompiledUnit(_copies_always(unit.fn), args, self._flow.symbols, self._options)
 
     def _spec(self, name: str) -> Spec:
         layout = self._layouts[name]

@@ -123,9 +123,12 @@ class Variant:
 class CompiledUnit:
     """One unit. Cheap to make: compiling starts with `variant`, and equal units compile once."""
 
-    def __init__(self, fn: fx.GraphModule, args: Sequence[Spec | Expr], symbols: Sequence[str]):
+    def __init__(
+        self, fn: fx.GraphModule, args: Sequence[Spec | Expr], symbols: Sequence[str], options: Mapping[str, Any] | None = None
+    ):
+        """`options`: of Inductor's configuration, while it is compiled."""
         self.structure = structure(fn, args, symbols)
-        self.fn = fn
+        self.fn, self.options = fn, tuple(sorted((options or {}).items()))
         # tracing bakes casts in; the thread that compiles may not have the caller's autocast state
         self.autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         self._shared: dict[tuple[Any, ...], _Shared] = {}
@@ -142,7 +145,7 @@ class CompiledUnit:
         return Variant(inputs, compiled.call, compiled.own, aligned, compiled, shape.symbols)
 
     def _share(self) -> _Shared:
-        state = (self.autocast, ambient())
+        state = (self.autocast, ambient(), self.options)
         with _LOCK:
             if state not in self._shared:
                 key = (self.structure.key, *state)
@@ -199,7 +202,9 @@ class _Shared:
             if not static and len(self.dynamic) >= MAX_DYNAMIC:
                 raise NotCompiled(f"guards hold for none of {MAX_DYNAMIC} variants")
             try:
-                compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static, state=ambient())
+                state = (*ambient(), unit.options)
+                with inductor_config.patch(dict(unit.options)):
+                    compiled = compile_graph(unit.fn, unit.structure, unit.autocast, numbers, static=static, state=state)
             except NotCompiled as e:
                 self.failed[attempt] = str(e)
                 raise

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch._inductor.output_code import CompiledFxGraph
@@ -36,7 +37,7 @@ from dynaflow.way import Boxed
 
 log = logging.getLogger("vllm.dynaflow")
 
-# they round what they add to the type of what they add to
+# it rounds what it adds to the type of its weights
 ACCUMULATING = {"torch.ops.vllm.lora_expand.default": Accumulates("output_tensor", "add_inputs")}
 
 
@@ -50,13 +51,14 @@ class Pieces:
         # vLLM captures, or runs what it is about to capture
         self.is_open = False
 
-    def region(self, compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Boxed:
-        """In the place of Inductor's own callable (`wrapped_by`). vLLM asks a callable for its code: it has to be a function."""
+    def region(self, ops: Mapping[str, Accumulates], compiled: CompiledFxGraph, is_backward: bool, static: Sequence[int]) -> Boxed:
+        """In the place of Inductor's own callable (`wrapped_by`). vLLM asks a callable for its code: it has to be a function. `ops`:
+        those that are taken apart."""
         plain = compiled.current_callable
         assert plain is not None, "Inductor has compiled it"
         name = f"vllm.{hashlib.sha256(compiled.source_code.encode()).hexdigest()[:8]}"
         try:
-            text = apart(compiled.source_code, ACCUMULATING)
+            text = apart(compiled.source_code, ops)
             made = Region(name, compiled, self.settings, static, is_backward, in_captures=True, text=text)
         except NotCompiled as error:
             self.settings.count_fallback(str(error))
@@ -100,12 +102,20 @@ def watch(is_asked: Callable[[Any], bool], runners: Sequence[Any], total: Stats)
     def make_in_the_open(self: Any, graph: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if not is_asked(vllm_config):
             return make(self, graph, vllm_config, *args, **kwargs)
-        with wrapped_by(PIECES.region):
+        with wrapped_by(functools.partial(PIECES.region, accumulating(vllm_config))):
             return make(self, graph, vllm_config, *args, **kwargs)
 
     PiecewiseBackend.__init__ = make_in_the_open
     for runner in runners:
         runner.capture_model = _opened(runner.capture_model, is_asked, total)
+
+
+def accumulating(config: Any) -> Mapping[str, Accumulates]:
+    """Ops that may be taken apart: an adapter's sums are the same then, where it has the model's type, and the same kernels, whose
+    tuned configurations (VLLM_TUNED_CONFIG_FOLDER) know whether they add."""
+    lora = config.lora_config
+    is_same = lora is not None and lora.lora_dtype in ("auto", config.model_config.dtype) and not os.environ.get("VLLM_TUNED_CONFIG_FOLDER")
+    return ACCUMULATING if is_same else {}
 
 
 def _opened(capture: Callable[..., Any], is_asked: Callable[[Any], bool], total: Stats) -> Callable[..., Any]:

@@ -17,9 +17,20 @@ def cuda_driver() -> Any:
     return driver
 
 
+def function(driver: Any, name: str) -> Any:
+    """One that knows of edges' data: its name has a number before CUDA 13."""
+    found = getattr(driver, f"{name}_v2", None) or getattr(driver, name, None)
+    if found is None:
+        raise DriverError(f"the package cuda-bindings has no {name}")
+    return found
+
+
 def ask(call: Any, *args: Any) -> Any:
     """What the driver answers: nothing, a value, or a list of them."""
-    status, *values = call(*args)
+    try:
+        status, *values = call(*args)
+    except RuntimeError as error:  # there is no driver, or none that has this function
+        raise DriverError(f"{call.__name__}: {error}") from error
     if int(status) != 0:
         raise DriverError(f"{call.__name__} says {status.name}")
     return values[0] if len(values) == 1 else values

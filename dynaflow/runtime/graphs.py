@@ -106,8 +106,8 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    def __init__(self, pool: Pool, device: torch.device, has_products: bool = True):
-        self._pool, self._device, self._has_products = pool, device, has_products
+    def __init__(self, pool: Pool, device: torch.device, has_products: bool = True, keeps_memsets: bool = False):
+        self._pool, self._device, self._has_products, self._keeps_memsets = pool, device, has_products, keeps_memsets
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
@@ -132,7 +132,8 @@ class CudaRecorder:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two eager steps in a row
             self._context.__exit__(None, None, None)
-        without_memsets(self._graph, capture_stream(self._device))
+        if not self._keeps_memsets:
+            without_memsets(self._graph, capture_stream(self._device))
         self._graph.instantiate()
         self._leave()
         return turns_of(self._device).takes(self._graph.replay) if self._has_products else self._graph.replay
@@ -279,10 +280,10 @@ _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", 
 one_at_a_time = threading.RLock()
 
 
-def as_replay(pool: Pool, device: torch.device, work: Callable[[], Any]) -> Callable[[], Any]:
+def as_replay(pool: Pool, device: torch.device, work: Callable[[], Any], keeps_memsets: bool = False) -> Callable[[], Any]:
     """What `work` launches, recorded: a function that launches it again. Where it fails, nothing is left of the attempt. Who launches
-    products makes the workspace of `capture_stream` before."""
-    recorder = CudaRecorder(pool, device)
+    products makes the workspace of `capture_stream` before. `keeps_memsets`: as in the graphs that others capture."""
+    recorder = CudaRecorder(pool, device, keeps_memsets=keeps_memsets)
     with one_at_a_time:
         try:
             recorder.begin()

@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
-from dynaflow.runtime.driver import DriverError, ask, cuda_driver
+from dynaflow.runtime.driver import DriverError, ask, cuda_driver, function
 from dynaflow.runtime.lent import tensor_at
 
 log = logging.getLogger("dynaflow")
@@ -43,12 +43,13 @@ def without_memsets(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> N
     try:
         driver = cuda_driver()
         replace_memsets(driver, driver.CUgraph(graph.raw_cuda_graph()), lambda fills: _record(driver, fills, stream))
-    except DriverError as error:
+    except DriverError as error:  # (DriverError alone: what else fails makes the recording void)
         log.info("memsets stay in CUDA Graphs: %s", error)
 
 
 def replace_memsets(driver: Any, graph: Any, record: Callable[[Sequence[Fill]], Recorded]) -> int:
-    """How many memsets became kernels. A step that fails leaves a graph that does what it did."""
+    """How many memsets became kernels. Where the driver refuses, the graph does what it did; should it refuse to take back what it
+    just added, that is no DriverError, and the graph is of no use."""
     found: list[tuple[Any, Fill]] = []
     for node in _nodes(driver, graph):
         if ask(driver.cuGraphNodeGetType, node) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
@@ -64,13 +65,25 @@ def replace_memsets(driver: Any, graph: Any, record: Callable[[Sequence[Fill]], 
     for node, fill in found:
         before, after = _neighbours(driver, "Dependencies", node), _neighbours(driver, "DependentNodes", node)
         made = ask(driver.cuGraphAddKernelNode, graph, before, len(before), params[fill])
-        if after:
-            _take_priority(driver, made, after[0])
-            plain = [driver.CUgraphEdgeData() for _ in after]
-            ask(_newest(driver, "cuGraphAddDependencies"), graph, [made] * len(after), after, plain, len(after))
-        ask(driver.cuGraphDestroyNode, node)
+        try:
+            if after:
+                _take_priority(driver, made, after)
+                plain = [driver.CUgraphEdgeData() for _ in after]
+                ask(function(driver, "cuGraphAddDependencies"), graph, [made] * len(after), after, plain, len(after))
+            ask(driver.cuGraphDestroyNode, node)
+        except DriverError:
+            _take_back(driver, made)
+            raise
     del kept
     return len(found)
+
+
+def _take_back(driver: Any, made: Any) -> None:
+    """What was just added: nothing waits for it, and it must not run."""
+    try:
+        ask(driver.cuGraphDestroyNode, made)
+    except DriverError as error:
+        raise RuntimeError("a CUDA Graph cannot be put back as it was captured") from error
 
 
 def _record(driver: Any, fills: Sequence[Fill], stream: torch.cuda.Stream) -> Recorded:
@@ -99,7 +112,7 @@ def _nodes(driver: Any, graph: Any) -> list[Any]:
 
 
 def _neighbours(driver: Any, which: str, node: Any) -> list[Any]:
-    call = _newest(driver, f"cuGraphNodeGet{which}")
+    call = function(driver, f"cuGraphNodeGet{which}")
     *_, count = ask(call, node, 0)
     if not count:
         return []
@@ -107,13 +120,10 @@ def _neighbours(driver: Any, which: str, node: Any) -> list[Any]:
     return list(nodes[:count])
 
 
-def _take_priority(driver: Any, made: Any, other: Any) -> None:
-    """A kernel that another one waits for is as urgent."""
-    if ask(driver.cuGraphNodeGetType, other) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-        what = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-        ask(driver.cuGraphKernelNodeSetAttribute, made, what, ask(driver.cuGraphKernelNodeGetAttribute, other, what))
-
-
-def _newest(driver: Any, name: str) -> Any:
-    """The function that knows of edges' data: its name has a number before CUDA 13."""
-    return getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+def _take_priority(driver: Any, made: Any, after: Sequence[Any]) -> None:
+    """A kernel that others wait for is as urgent as the most urgent of them: the least number."""
+    kernel, what = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    kernels = [node for node in after if ask(driver.cuGraphNodeGetType, node) == kernel]
+    values = [ask(driver.cuGraphKernelNodeGetAttribute, node, what) for node in kernels]
+    if values:
+        ask(driver.cuGraphKernelNodeSetAttribute, made, what, min(values, key=lambda value: value.priority))

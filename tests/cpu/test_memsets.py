@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynaflow.runtime.driver import DriverError
+from dynaflow.runtime.driver import DriverError, ask, function
 from dynaflow.runtime.memsets import Fill, replace_memsets
 
 Status = Enum("Status", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1})
@@ -77,14 +77,14 @@ class Driver:
         return (Status.CUDA_SUCCESS,)
 
     def cuGraphKernelNodeGetAttribute(self, node: int, what: Any) -> tuple[Any, ...]:
-        return Status.CUDA_SUCCESS, self.priorities[node]
+        return Status.CUDA_SUCCESS, SimpleNamespace(priority=self.priorities[node])
 
-    def cuGraphKernelNodeSetAttribute(self, node: int, what: Any, value: int) -> tuple[Any, ...]:
-        self.priorities[node] = value
+    def cuGraphKernelNodeSetAttribute(self, node: int, what: Any, value: Any) -> tuple[Any, ...]:
+        self.priorities[node] = value.priority
         return (Status.CUDA_SUCCESS,)
 
     def cuGraphDestroyNode(self, node: int) -> tuple[Any, ...]:
-        del self.memsets[node]
+        del (self.memsets if node in self.memsets else self.kernels)[node]
         self.edges = [edge for edge in self.edges if node not in edge]
         return (Status.CUDA_SUCCESS,)
 
@@ -144,12 +144,47 @@ def test_a_graph_without_memsets_and_one_of_many_rows_stay_as_they_are() -> None
     assert driver.edges == before and len(driver.memsets) == 1
 
 
-def test_where_the_driver_refuses_the_memset_stays() -> None:
-    driver = Driver(refuses="cuGraphAddKernelNode")
+@pytest.mark.parametrize("call", [
+    "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "cuGraphKernelNodeGetParams", "cuGraphNodeGetDependencies",
+    "cuGraphNodeGetDependentNodes", "cuGraphAddKernelNode", "cuGraphKernelNodeGetAttribute", "cuGraphKernelNodeSetAttribute",
+    "cuGraphAddDependencies",
+])  # fmt: skip
+def test_where_the_driver_refuses_the_graph_does_what_it_did(call: str) -> None:
+    driver = Driver(refuses=call)
     driver.add("last", driver.add(memset(), driver.add("first")))
+    before = list(driver.edges)
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
         replace_memsets(driver, driver, record)
-    assert driver.runs() == ["first", "memset", "last"]
+    assert driver.runs() == ["first", "memset", "last"] and driver.edges == before
+
+
+def test_a_graph_that_cannot_be_put_back_is_of_no_use() -> None:
+    driver = Driver(refuses="cuGraphDestroyNode")
+    driver.add("last", driver.add(memset(), driver.add("first")))
+    with pytest.raises(RuntimeError, match="cannot be put back") as raised:
+        replace_memsets(driver, driver, record)
+    assert not isinstance(raised.value, DriverError)
+
+
+def test_a_driver_that_is_not_there() -> None:
+    def missing(*args: Any) -> Any:
+        raise RuntimeError("Failed to dlopen libcuda")
+
+    with pytest.raises(DriverError, match="libcuda"):
+        ask(missing)
+    with pytest.raises(DriverError, match="no cuGraphSomething"):
+        function(SimpleNamespace(), "cuGraphSomething")
+    assert function(SimpleNamespace(cuGraphA="old", cuGraphA_v2="new"), "cuGraphA") == "new"
+
+
+def test_the_most_urgent_of_those_that_wait() -> None:
+    driver = Driver()
+    zero = driver.add(memset())
+    driver.add("easy", zero)
+    driver.add("urgent", zero, priority=-5)
+    driver.add(memset(address=8, height=2), zero)
+    assert replace_memsets(driver, driver, record) == 1
+    assert driver.priorities[next(n for n, what in driver.kernels.items() if isinstance(what, Fill))] == -5
 
 
 @pytest.mark.parametrize("size, value", [(1, 0), (1, 0xAB), (2, 0xFFFE), (4, 7), (4, 0x80000000)])

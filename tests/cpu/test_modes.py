@@ -39,7 +39,7 @@ def model(width: int = 10) -> nn.Module:
 @pytest.mark.parametrize("mode, tunes", [("max-autotune", True), ("max-autotune-no-cudagraphs", True), ("reduce-overhead", False)])
 def test_the_whole_graph_and_its_backward(seen, mode, tunes):
     plain, x = model(), torch.randn(5, 6)
-    fast = torch.compile(plain, backend="dynaflow", mode=mode)
+    fast = torch.compile(plain, backend="dynaflow", options={"mode": mode, "compiler": "inductor"})
     fast(x).square().sum().backward()
     assert seen == [(False, tunes, False), (True, tunes, False)]
     got = [p.grad for p in plain.parameters()]
@@ -67,3 +67,10 @@ def test_a_mode_asks_for_a_compiler(seen):
     assert not seen
     df.compile(plain, strategy="two_batch", mode="max-autotune")(x)
     assert seen
+
+
+def test_as_torch_compile_s_own_word(seen):
+    x = torch.randn(5, 6)
+    plain = model(width=12).requires_grad_(False)
+    torch.testing.assert_close(torch.compile(plain, backend="dynaflow", mode="max-autotune")(x), plain(x))
+    assert seen == [(False, True, False)]

@@ -87,6 +87,7 @@ def pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
     monkeypatch.setitem(vllm_branches.ACCUMULATING, "torch.ops.dynaflow_test.lora_expand.default",
                         vllm_branches.ACCUMULATING["torch.ops.vllm.lora_expand.default"])  # fmt: skip
+    monkeypatch.setattr(vllm_branches, "accumulating", lambda config: vllm_branches.ACCUMULATING)
     integration.register()
     fresh = vllm_branches.Pieces()
     for name, value in vars(fresh).items():
@@ -145,6 +146,17 @@ def test_the_same_bits_compiled_and_from_the_cache(pieces, monkeypatch, caplog, 
     assert all("launch dynaflow_test.lora_shrink.default.0 @caller" in text and "mm.1 @aux1" in text for text in texts)
     # what lora_expand adds waits for no product, and is added behind it
     assert all(text.count("launch add_.Tensor") == text.count("launch dynaflow_test.lora_expand") > 0 for text in texts)
+
+
+def test_adapters_of_another_type_wait_for_their_layers(monkeypatch):
+    def found(lora_dtype):
+        lora = lora_dtype and SimpleNamespace(lora_dtype=lora_dtype)
+        return vllm_branches.accumulating(SimpleNamespace(lora_config=lora, model_config=SimpleNamespace(dtype=torch.bfloat16)))
+
+    assert found("auto") == found(torch.bfloat16) == vllm_branches.ACCUMULATING
+    assert not found(torch.float16) and not found(None)
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "/somewhere")
+    assert not found("auto")
 
 
 def test_what_is_read_on_the_host_tells_cases_apart(pieces):

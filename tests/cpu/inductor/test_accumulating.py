@@ -65,9 +65,24 @@ def test_what_is_added_waits_for_nothing(rest):
     f"{OP}(arg0_1, [arg2_1], arg1_1, 1.0, True)",  # nothing is known of what it adds to
     f"{OP}(arg0_1, [arg2_1], reinterpret_tensor(buf0, (4, 4), (4, 1), 0), 1.0, True)",
     "torch.ops.aten.add_.Tensor(buf0, arg0_1)",  # nobody said that it adds
+    f"buf9 = arg0_1; {OP}(arg0_1, [arg2_1], buf0, 1.0, True)",  # what stands before it would be done again
 ])  # fmt: skip
 def test_other_calls_stay_as_they_are(call):
     assert apart(wrapper(call), OPS) == wrapper(call)
+
+
+@pytest.mark.parametrize("ops", [
+    {OP: Accumulates("output", "adds")}, {"torch.ops.dynaflow_test_accumulating.gone.default": Accumulates("out", "adds")},
+])  # fmt: skip
+def test_an_op_that_is_not_what_it_was_is_left_alone(ops):
+    (target,) = ops
+    text = wrapper(f"{target}(arg0_1, [arg2_1], buf0, 1.0, True)")
+    assert apart(text, ops) == text
+
+
+def test_a_single_number():
+    text = apart(wrapper(f"{OP}(arg0_1, [arg2_1], buf0, 1.0, True)").replace("(8, 4), (4, 1)", "(), ()"), OPS)
+    assert "buf2 = empty_strided_cuda((), (), torch.float32)" in text
 
 
 def test_several_and_what_reuses_memory():
