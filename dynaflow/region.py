@@ -225,7 +225,8 @@ class Case:
             if self.choice is None:
                 self.choice = Trials(region, made, args).choose()
                 self.is_measured = True
-                disk.save(self._path(args), self.choice.dump())
+                if device.type == "cuda" or not self.choice.untried:  # on the CPU that is soon found out, and may be others' fault
+                    disk.save(self._path(args), self.choice.dump())
         else:
             plan = self._asked(args)
             if plan.reason and not isinstance(settings.strategy, Sequential):

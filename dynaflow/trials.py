@@ -6,7 +6,7 @@
 
 Where the plan is for somebody else's captures (`Region.in_captures`), all ways run as recordings, Inductor's own too: what its launches
 cost the host is nothing there. There, and on the CPU, kernels side by side are all that a plan can gain: where they would not be faster
-than in a row, nothing is tried. Nor is it on the CPU where a kernel has a thread for every core, or a call takes long.
+than in a row, nothing is tried. Nor is anything on the CPU where lanes would have no cores of their own, or where a call takes long.
 
 Contract: nothing of this shows outside. What a call changes is changed on copies, and the state of random numbers is put back.
 """
@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
 
-from dynaflow.costs import Cost, Costs, bound_us
+from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.ir import Plan, Stream
 from dynaflow.measure import MIN_GAIN, NUM_ROUNDS, Before, clock_for, compare, is_faster, measure_costs, num_lanes, same_random_numbers
@@ -144,7 +145,8 @@ def in_order(kernels: Kernels) -> Plan:
 class Trials:
     def __init__(self, region: Region, kernels: Kernels, args: Sequence[Any]):
         self._region, self._kernels, self._device = region, kernels, device_of(args)
-        self._is_cpu = self._device.type == "cpu"
+        # not in captures, which are CUDA Graphs
+        self._on_lanes = self._device.type == "cpu" and not region.in_captures
         # with their strides, which kernels take for granted: `clone` closes gaps
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
@@ -161,33 +163,44 @@ class Trials:
         self._replays: dict[str, Callable[[], Any]] = {}
 
     def choose(self) -> Choice:
-        if self._is_cpu and num_lanes() < 2:
-            return Choice("", {}, {}, untried=f"no cores are left for lanes: every kernel has {torch.get_num_threads()} threads")
+        flow, num_plans = self._kernels.flow, NUM_TRIED + NUM_NEIGHBOURS + 1
         with torch.no_grad(), same_random_numbers(self._device):
-            flow = self._kernels.flow
+            if self._on_lanes:
+                if untried := self._why_no_lanes():
+                    return Choice("", {}, {}, untried=untried)
+                num_plans = self._num_fitting()
+                if num_plans < 1:
+                    return Choice("", {}, {}, untried="a call takes too long to be repeated")
             values = {name: self._given[i] for i, name in self._kernels.inputs}
             costs = measure_costs(self._serial, values, self._kernels.keys, self._clock)
             bound, in_a_row = bound_us(flow, costs), sum(costs[op.name].us for op in flow.ops)
-            if untried := self._why_untried(bound, in_a_row):
-                return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs, untried=untried)
-            best = self._best(costs, self._num_plans(in_a_row))
+            if (self._region.in_captures or self._on_lanes) and bound > (1 - MIN_GAIN) * in_a_row:
+                return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs, untried="side by side they would be no faster")
+            best = self._best(costs, num_plans)
             if not self._wins_again(best):
                 best = INDUCTOR
         plan = str(self._bounds[best].plan) if best in self._bounds else ""
         return Choice(plan, {**self._times(), "bound": bound}, costs)
 
-    def _why_untried(self, bound: float, in_a_row: float) -> str:
-        if (self._region.in_captures or self._is_cpu) and bound >= (1 - MIN_GAIN) * in_a_row:
-            return "side by side they would be no faster"
-        return "a call takes too long to be repeated" if self._num_plans(in_a_row) < 1 else ""
+    def _why_no_lanes(self) -> str:
+        """What is known before anything is measured."""
+        flow = self._kernels.flow
+        if num_lanes() < 2:
+            return f"no cores are left for lanes: every kernel has {torch.get_num_threads()} threads"
+        is_chain = critical_path_us(flow, {op.name: Cost(1.0) for op in flow.ops}) >= len(flow.ops)
+        return "every kernel needs the one before it" if is_chain else ""
 
-    def _num_plans(self, in_a_row: float) -> int:
-        """That there is time to try. On a GPU, calls are short."""
-        return int(TRIALS_S * 1e6 / in_a_row / NUM_CALLS) - NUM_OTHERS if self._is_cpu else NUM_TRIED + NUM_NEIGHBOURS + 1
+    def _num_fitting(self) -> int:
+        """Plans that there is time to try."""
+        began = time.perf_counter()
+        self._trial(INDUCTOR)()
+        seconds = time.perf_counter() - began
+        self._before.put_back()
+        return int(TRIALS_S / NUM_CALLS / seconds) - NUM_OTHERS
 
     def _best(self, costs: Costs, num_plans: int) -> str:
-        flow, device = self._kernels.flow, LANES if self._is_cpu else None
-        max_streams = min(MAX_STREAMS, num_lanes()) if self._is_cpu else MAX_STREAMS
+        flow, device = self._kernels.flow, LANES if self._on_lanes else None
+        max_streams = min(MAX_STREAMS, num_lanes()) if self._on_lanes else MAX_STREAMS
         found = search(flow, costs, max_streams=max_streams, device=device, confined=self._room.confined(costs))
         candidates = [c for c in found if c.num_streams > 1]
         # the simulator is not the device: the best of each kind, not the best few, which are much alike

@@ -191,32 +191,39 @@ def test_without_cores_for_lanes_nothing_is_tried(times, monkeypatch, caplog, nu
 
 
 @pytest.mark.parametrize("limit_s, reason", [(1e-9, "a call takes too long to be repeated"), (30.0, "")])
-def test_calls_that_take_long_are_not_repeated(times, monkeypatch, limit_s, reason):
+def test_calls_that_take_long_are_not_repeated(times, monkeypatch, tmp_path, limit_s, reason):
     monkeypatch.setattr(trials, "TRIALS_S", limit_s)
     before = set(region.living)
     call_thrice(compiled(Towers(), "auto", "auto"))
     (case,) = [c for r in set(region.living) - before for c in r.cases.values()]
-    assert case.choice.untried == reason and times["num"] == (not reason) and not case.choice.plan and case.choice.costs
+    assert case.choice.untried == reason and times["num"] == bool(case.choice.costs) == (not reason) and not case.choice.plan
+    assert len(list(tmp_path.glob("choices/*.json"))) == (not reason), "what was not tried may be tried by the next process"
 
 
 def test_as_many_plans_as_there_is_time_for(times, monkeypatch):
     tried = []
     times["us"] = lambda n: tried.append(n) or [100.0] * n
-    monkeypatch.setattr(trials.Trials, "_num_plans", lambda self, in_a_row: 1)
+    monkeypatch.setattr(trials.Trials, "_num_fitting", lambda self: 1)
     call_thrice(compiled(Branchy().eval(), "auto", "auto"), image())
     assert tried == [3], "Inductor, one stream, and one plan"
 
 
-def test_a_chain_is_not_tried(monkeypatch, tmp_path):
-    """No costs can make it faster side by side. What was found is remembered as it was."""
+def test_a_chain_is_not_tried(monkeypatch, caplog):
     monkeypatch.setattr(trials, "num_lanes", lambda: 16)
+    monkeypatch.setattr(trials, "measure_costs", lambda *_: pytest.fail("measured"))
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(compiled(Towers().left, "auto", "auto"))
+    assert any("Inductor as it is (every kernel needs the one before it)" in r.message for r in caplog.records)
+
+
+def test_what_would_be_no_faster_side_by_side_is_not_tried(tried, monkeypatch):
+    monkeypatch.setattr(trials, "bound_us", lambda flow, costs: sum(cost.us for cost in costs.values()))
     monkeypatch.setattr(trials, "compare", lambda *_: pytest.fail("tried"))
     before = set(region.living)
-    call_thrice(compiled(Towers().left, "auto", "auto"))
+    call_thrice(compiled(Towers(), "auto", "auto"))
     (case,) = [c for r in set(region.living) - before for c in r.cases.values()]
-    assert case.choice.untried == "side by side they would be no faster"
-    (path,) = (tmp_path / "choices").glob("*.json")
-    assert trials.Choice.parse(path.read_text()) == case.choice
+    assert str(case.choice).startswith("Inductor as it is (side by side they would be no faster: kernels in a row ")
+    assert trials.Choice.parse(case.choice.dump()) == case.choice
 
 
 def test_memory_is_limited(times):
