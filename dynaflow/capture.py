@@ -189,7 +189,8 @@ def compile(
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
-    compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
+    compiler      "inductor", "eager", or "auto": Inductor on CUDA, and on the CPU where nothing else is asked for (a strategy, a
+                  partition, a runtime) and there is a C++ compiler; else eager ops
     buckets       batch sizes that are recorded (runtime="graph"); a call takes the next larger one, where padding cannot show.
                   "powers": powers of two. None: every size is recorded as it is
     borrow        outputs are only valid until the next call (runtime="graph"): nothing is copied, and one recording does
