@@ -188,7 +188,8 @@ def compile(
     strict        raise instead of falling back to the sequential graph
     runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
-    compiler      "inductor", "eager", or "auto": Inductor on CUDA, eager ops on the CPU
+    compiler      "inductor", "eager", or "auto": Inductor on CUDA, and on the CPU where nothing else is asked for (a strategy, a
+                  partition, a runtime) and there is a C++ compiler; else eager ops
     mode          torch.compile's: under "max-autotune" Inductor tries kernels out as it compiles, which takes minutes. CUDA Graphs are
                   runtime='s to decide on: "max-autotune-no-cudagraphs" is the same, and "reduce-overhead" changes nothing (it is
                   refused where nothing would be recorded on CUDA)

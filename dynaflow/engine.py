@@ -42,7 +42,7 @@ from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.lanes import Run, is_profiling, part_contexts
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.ranks import announce
-from dynaflow.settings import Settings
+from dynaflow.settings import Settings, why_uncompiled
 from dynaflow.sources import ITEM, Sources, Unplannable
 from dynaflow.strategies import Sequential
 from dynaflow.units import Built, build
@@ -100,18 +100,21 @@ class CapturedGraph:
         self._sequential_binder: Binder | None = None
         devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
         self.device = next((d for d in sorted(devices, key=str) if d.type == "cuda"), torch.device("cpu"))
-        self.is_compiled = settings.wants_inductor(self.device)
+        # what a compiler would compile for
+        target = next((d for d in sorted(devices, key=str) if d.type not in ("cpu", "cuda")), self.device)
+        self.is_compiled = settings.wants_inductor(target)
         # what runs for the graph as a whole
         self._whole: Callable[..., Any] = gm.forward
         is_grad = torch.is_grad_enabled() or self._enables_grad
         self._needs_grad = is_grad and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         # nothing is to be planned
-        self.has_kernels = settings.has_kernels(self.device) and not self.inspects
+        self.has_kernels = settings.has_kernels(target) and not self.inspects
         self.is_whole = self.has_kernels or (
             isinstance(settings.strategy, Sequential) and settings.runtime != "graph" and not self.inspects)
-        if settings.is_open and not self.is_compiled and not self.inspects:
-            log.info("%s runs as it was captured: on %s nothing is compiled, and no kernels are planned, unless that is asked for "
-                     "(partition='kernels', or compiler='inductor')", settings.name, self.device)  # fmt: skip
+        # why the graph runs as it was captured, where it would have been compiled
+        self.why_eager = why_uncompiled(target) if settings.is_open and not self.is_compiled else ""
+        if self.why_eager and not self.inspects:
+            log.info("%s runs as it was captured: %s", settings.name, self.why_eager)
         # what Inductor compiled of it, under plans of the kernels
         self.regions: list[Region] = []
         if not self.is_whole and not self._needs_grad:
@@ -134,7 +137,8 @@ class CapturedGraph:
         except Exception as error:
             if self.settings.strict:
                 raise
-            log.warning("%s runs eagerly, Inductor cannot compile it: %s: %s", self.settings.name, type(error).__name__, error)
+            self.why_eager = f"Inductor cannot compile it: {type(error).__name__}: {error}"
+            log.warning("%s runs as it was captured: %s", self.settings.name, self.why_eager)
             return
         log.info("compiled a graph of %s as a whole: %d nodes in %.1f s", self.settings.name, len(self.gm.graph.nodes),
                  time.perf_counter() - began)  # fmt: skip

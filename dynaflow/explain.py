@@ -33,8 +33,9 @@ class Explained:
     verdict: str
     arena_bytes: int
     sequential_bytes: int
-    # who compiles: "eager", "inductor"
+    # who compiles: "eager", "inductor"; and why nobody does, where Inductor was to
     compiler: str = "eager"
+    why_eager: str = ""
     # bytes moved on behalf of splitting and merging
     copies: tuple[Copy, ...] = ()
     # ops and units that Inductor does not compile, and why
@@ -88,7 +89,7 @@ class Explained:
 
     def _units(self) -> list[str]:
         if self.compiler == "eager":
-            lines = ["compiler   eager: ops run as they are"]
+            lines = ["compiler   eager: ops run as they are" + (f": {self.why_eager}" if self.why_eager else "")]
         elif self.peak_bytes is None:
             lines = ["compiler   inductor: the graph as a whole, as torch.compile would"]
         else:
@@ -200,7 +201,7 @@ class InspectedGraph(CapturedGraph):
         plan = finish_plan(self.flow, planned.plan) if bound is None else replace(bound.plan, reason=planned.plan.reason)
         self.explained.append(Explained(
             self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
-            bind_memory(self.flow, reference, sizes).arena_bytes, "eager" if self.compiler is None else "inductor",
+            bind_memory(self.flow, reference, sizes).arena_bytes, "eager" if self.compiler is None else "inductor", self.why_eager,
             unrepeatable=tuple((op, call) for op, calls in self.built.calls.items() for call in calls if call.startswith(_ATOMIC)),
             **({} if bound is None else self._bound_facts(bound)),
         ))  # fmt: skip
@@ -246,20 +247,21 @@ def _device_of(model: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> tor
 
 def explain(
     model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None,
-    compiler: str = "auto", runtime: str = "auto", buckets: str | Sequence[int] | None = None,
+    compiler: str = "auto", mode: str = "default", runtime: str = "auto", buckets: str | Sequence[int] | None = None,
 ) -> Explanation:  # fmt: skip
     """The partition, what each op reads, writes and mutates, what cannot be split and why, the plan, its waits, its memory against
     the sequential plan's, what is copied, what is not compiled or not recorded and why, and the verifier's verdict. Mistakes of the
     strategy are raised. The model's Python code runs once, on the given inputs; tensors that it changes (inputs, parameters, buffers)
     and the random state are put back.
 
-    Where ops are the kernels that Inductor makes (partition="kernels", or CUDA and nothing else asked for) it says per region what was
-    chosen and why, with the times that were measured; the model is called twice for that.
+    Where ops are the kernels that Inductor makes (partition="kernels", or nothing asked for) it says per region what was chosen and why,
+    with the times that were measured; the model is called twice for that.
 
-    `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `runtime` and `buckets` are df.compile's:
-    what Inductor compiles is compiled for this, and kept for df.compile.
+    `inputs` is one argument, a tuple of arguments, or a dict of keyword arguments. `compiler`, `mode`, `runtime` and `buckets` are
+    df.compile's: what Inductor compiles is compiled for this, and kept for df.compile.
     """
-    options = {"strategy": strategy, "partition": partition, "batch": batch, "compiler": compiler, "runtime": runtime, "buckets": buckets}
+    options = {"strategy": strategy, "partition": partition, "batch": batch, "compiler": compiler, "mode": mode, "runtime": runtime,
+               "buckets": buckets}  # fmt: skip
     given = read_inputs(inputs)
     has_kernels = read_settings(**options).has_kernels(_device_of(model, given))
     graphs = inspected(model, given, InspectedRegions if has_kernels else InspectedGraph, **options)

@@ -22,10 +22,10 @@ MAX_DRAWN = 40
 
 @dataclass(frozen=True)
 class ExplainedKernels:
-    """One graph that Inductor compiled."""
+    """One graph that Inductor compiled, or was to."""
 
     name: str
-    # why it runs as Inductor has it; flow and choice are None then
+    # why it runs as Inductor has it, or as it was captured; flow and choice are None then
     refusal: str
     flow: Flow | None = None
     # what runs, and Inductor's own order
@@ -34,16 +34,19 @@ class ExplainedKernels:
     choice: Choice | None = None
     peak_bytes: int = 0
     serial_bytes: int = 0
+    # Inductor could not compile it
+    is_eager: bool = False
 
     def timelines(self) -> tuple[Timeline, Timeline]:
         """Inductor's own order and the plan that was chosen, both simulated from the costs that were measured."""
         if self.flow is None or self.choice is None or not self.choice.costs or self.plan is None or self.serial is None:
-            raise LookupError(f"{self.name}: no costs were measured: {self.refusal or 'the strategy was asked for by name'}")
+            why = self.refusal or (self.choice and self.choice.untried) or "the strategy was asked for by name"
+            raise LookupError(f"{self.name}: no costs were measured: {why}")
         return simulate(self.flow, self.serial, self.choice.costs), simulate(self.flow, self.plan, self.choice.costs)
 
     def __str__(self) -> str:
         if self.flow is None or self.plan is None or self.choice is None:
-            return f"region {self.name}: runs as Inductor has it: {self.refusal}"
+            return f"region {self.name}: runs as {'it was captured' if self.is_eager else 'Inductor has it'}: {self.refusal}"
         flow, plan, costs = self.flow, self.plan, self.choice.costs
         names = {op.name.rsplit(".", 1)[0] for op in flow.ops}
         lines = [f"region {flow.label}: {len(flow.ops)} kernels ({len(names)} different), {len(flow.edges)} dependencies"]
@@ -94,6 +97,8 @@ class InspectedRegions(CapturedGraph):
 
     @property
     def explained(self) -> list[ExplainedKernels]:
+        if self.why_eager:
+            return [ExplainedKernels(self.settings.name, self.why_eager, is_eager=True)]
         return [explain_case(case) for region in self.regions for case in region.cases.values()]
 
 

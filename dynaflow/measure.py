@@ -6,6 +6,7 @@ the arguments that a call changes, and keeps the state of random numbers.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from typing import Any, Callable, Mapping, Protocol, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from dynaflow.costs import Cost
-from dynaflow.ir import Stream
+from dynaflow.ir import CALLER, Stream
+from dynaflow.runtime import threads
 from dynaflow.runtime.cuda import side_streams
 from dynaflow.runtime.graphs import Pool, as_replay, capture_stream
 from dynaflow.runtime.program import Bound, Call
@@ -21,10 +23,12 @@ from dynaflow.runtime.workspaces import make_workspace
 
 # launches of one kernel in a row, in one recording; rows side by side; replays, of which the fastest counts
 NUM_IN_A_ROW, NUM_ROWS, NUM_REPLAYS = 8, 8, 3
+# on the CPU: what a row takes, where one launch takes less; launches in it, at most; and what is replayed no more once it took that long
+ROW_US, MAX_IN_A_ROW, LONG_US = 1000, 64, 50_000
 # of a GPU's clock, at most
 CYCLES_PER_US = 2000
-# of a way to run a call: calls before the clock starts, rounds, and seconds for all rounds of one way together
-NUM_WARM, NUM_ROUNDS, LIMIT_S = 4, 7, 0.2
+# of a way to run a call: rounds, and seconds for all rounds of one way together
+NUM_ROUNDS, LIMIT_S = 7, 0.2
 
 # what gains less is not worth its memory
 MIN_GAIN = 0.02
@@ -33,29 +37,61 @@ MAX_COUNTER = 4096
 
 
 class Clock(Protocol):
-    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
-        """`has_workspace`: it computes in memory that a library keeps for the stream that it is launched on, or may."""
+    # calls before it starts
+    num_warm: int
+
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False, is_alone: bool = False) -> Cost:
+        """`has_workspace`: it computes in memory that a library keeps for the stream that it is launched on, or may. `is_alone`: not
+        to be run by two threads at once. It moves a counter on, which both would move too far, or is code that we know nothing about."""
         ...
 
     def synchronise(self) -> None: ...
 
 
 class HostClock:
-    """Kernels that run while the host waits for them. `share`: how much of the machine one of them takes."""
+    """Kernels that run while the host waits for them: a row of launches alone; then two rows, the second on a lane. Where those take as
+    long as one, a kernel fills half of the machine or less; where they take twice as long, all of it. So it is with a kernel that has a
+    thread for every core, and with Inductor's C++ kernels, which hold Python's lock.
+    """
 
-    def __init__(self, share: float = 1.0):
-        self._share = share
+    num_warm = 1
 
-    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
-        times = []
-        for _ in range(NUM_REPLAYS):
-            began = time.perf_counter()
-            launch()
-            times.append(time.perf_counter() - began)
-        return Cost(min(times) * 1e6, self._share)
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False, is_alone: bool = False) -> Cost:
+        once = _least_us(launch)
+        count = max(1, min(MAX_IN_A_ROW, int(ROW_US / max(once, 1.0))))
+
+        def row() -> None:
+            for _ in range(count):
+                launch()
+
+        alone = once if count == 1 else _least_us(row)
+        half = 1.0 if is_alone else _least_us(lambda: threads.side_by_side(row)) / alone / 2
+        return Cost(alone / count, _share(half, 1 / max(num_lanes(), 2)))
 
     def synchronise(self) -> None:
         pass
+
+
+def num_lanes() -> int:
+    """Lanes that there are cores for, each with as many threads as torch gives an op. With more, OpenMP puts its threads to sleep behind
+    every op, as long as the lanes live, and all ops of the process wait for them to wake up: on two cores, 7 us become 100."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores // torch.get_num_threads()
+
+
+def _least_us(run: Callable[[], Any]) -> float:
+    times: list[float] = []
+    while len(times) < NUM_REPLAYS and sum(times) < LONG_US:
+        began = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - began) * 1e6)
+    return min(times)
+
+
+def _share(half: float, least: float) -> float:
+    """Of a kernel, two of which side by side take 2 * `half` times as long as one. They tell nothing below a half: what can be told, from
+    1/2 to 1, stands for all there is, from `least` to 1."""
+    return min(max(1 - (1 - half) * 2 * (1 - least), 0.0), 1.0)
 
 
 class CudaClock:
@@ -67,6 +103,8 @@ class CudaClock:
     rows it is, which have one anyway: launches on the current stream, and a recording.
     """
 
+    num_warm = 4
+
     def __init__(self, device: torch.device, spare: Callable[[Sequence[Stream]], Sequence[Stream]] = lambda streams: ()):
         """`spare`: which of these streams may have a workspace."""
         self._device = device
@@ -76,7 +114,7 @@ class CudaClock:
         self._beside_products: list[torch.cuda.Stream] | None = None
         self._pool = Pool()
 
-    def cost(self, launch: Callable[[], Any], has_workspace: bool = False) -> Cost:
+    def cost(self, launch: Callable[[], Any], has_workspace: bool = False, is_alone: bool = False) -> Cost:
         def row() -> None:
             for _ in range(NUM_IN_A_ROW):
                 launch()
@@ -91,11 +129,8 @@ class CudaClock:
         sides = self._sides_for_products() if has_workspace else self._side
         if sides:
             share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row, sides))]) / alone / (1 + len(sides))
-        else:
-            # two rows tell nothing below a half: what can be told, from 1/2 to 1, stands for all there is
-            half = self._us([row, recorded]) / alone / 2
-            share = 1 - (1 - half) * 2 * (1 - 1 / NUM_ROWS)
-        return Cost(alone, min(max(share, 0.0), 1.0))
+            return Cost(alone, min(max(share, 0.0), 1.0))
+        return Cost(alone, _share(self._us([row, recorded]) / alone / 2, 1 / NUM_ROWS))
 
     def _sides_for_products(self) -> list[torch.cuda.Stream]:
         """Asked for once, with the first product."""
@@ -188,7 +223,8 @@ def measure_costs(bound: Bound, values: Mapping[str, torch.Tensor], keys: Mappin
                 before.put_back_counters()
                 call(list(tensors))  # results go nowhere: they would take the place of those that later kernels read
 
-            known[key] = clock.cost(again, products is None or name in products)
+            is_alone = CALLER in flow.op(name).uses or any(not t.is_floating_point() for t in mine)
+            known[key] = clock.cost(again, products is None or name in products, is_alone)
             before.put_back()
         found[name] = known[key]
         call(tensors)
@@ -202,7 +238,7 @@ def compare(ways: Sequence[Callable[[], Any]], clock: Clock, num_calls: int | No
     `num_calls`: calls of a way per round, where others count on it; else as many as there is time for.
     """
     for way in ways:
-        for _ in range(NUM_WARM):
+        for _ in range(clock.num_warm):
             way()
     clock.synchronise()
     counts = []

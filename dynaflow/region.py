@@ -38,6 +38,7 @@ from dynaflow.inductor.observed import Observed
 from dynaflow.inductor.source import NotUnderstood
 from dynaflow.inductor.units import ambient
 from dynaflow.ir import CALLER, Op, Plan
+from dynaflow.measure import num_lanes
 from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy
@@ -226,7 +227,8 @@ class Case:
             if self.choice is None:
                 self.choice = Trials(region, made, args).choose()
                 self.is_measured = True
-                disk.save(self._path(args), self.choice.dump())
+                if device.type == "cuda" or not self.choice.untried:  # on the CPU that is soon found out, and may be others' fault
+                    disk.save(self._path(args), self.choice.dump())
         else:
             plan = self._asked(args)
             if plan.reason and not isinstance(settings.strategy, Sequential):
@@ -307,7 +309,7 @@ class Case:
     def _path(self, args: Sequence[Any]) -> Any:
         """Of the choice for this code, these sizes and this machine."""
         region, device = self.region, device_of(args)
-        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}, {num_lanes()}"
         lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
         settings = region.settings.max_memory or (MAX_MEMORY, SPARE_BYTES), region.settings.runtime, ambient()
         key = repr((COUNTED, region.digest, region.name, lie, machine, torch.__version__, settings))

@@ -12,6 +12,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch._inductor import list_mode_options
+from torch._inductor.cpp_builder import get_cpp_compiler
 
 from dynaflow import strategies
 from dynaflow.annotate import Rule
@@ -35,6 +36,19 @@ RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def why_uncompiled(device: torch.device) -> str:
+    """Why Inductor cannot compile for a device; empty where it can, as far as that can be told before it tries."""
+    if device.type == "cuda":
+        return "" if has_triton() else "there is no Triton"
+    if device.type != "cpu":
+        return f"nothing is compiled for {device.type}"
+    try:
+        get_cpp_compiler()  # which torch keeps
+    except (RuntimeError, OSError) as error:
+        return f"there is no C++ compiler: {error}"
+    return ""
 
 
 @dataclass
@@ -108,9 +122,9 @@ class Settings:
         return is_asked or (self.compiler == "auto" and device.type == "cuda" and has_triton())
 
     def has_kernels(self, device: torch.device) -> bool:
-        """Whether the ops to be planned are the kernels that Inductor makes of the graph: where that is asked for, and on CUDA where
-        nothing is."""
-        return self.partition == "kernels" or (self.is_open and device.type == "cuda" and has_triton())
+        """Whether the ops to be planned are the kernels that Inductor makes of the graph: where that is asked for, and where nothing is
+        and Inductor can compile."""
+        return self.partition == "kernels" or (self.is_open and not why_uncompiled(device))
 
     @property
     def inductor_options(self) -> dict[str, Any]:

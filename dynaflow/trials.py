@@ -5,7 +5,8 @@
 3. The winner runs against Inductor's own once more, and has to win again.
 
 Where the plan is for somebody else's captures (`Region.in_captures`), all ways run as recordings, Inductor's own too: what its launches
-cost the host is nothing there. A chain of kernels, that no plan could make faster, is not tried at all.
+cost the host is nothing there. There, and on the CPU, kernels side by side are all that a plan can gain: where they would not be faster
+than in a row, nothing is tried. Nor is anything on the CPU where lanes would have no cores of their own, or where a call takes long.
 
 Contract: nothing of this shows outside. What a call changes is changed on copies, and the state of random numbers is put back.
 """
@@ -15,16 +16,17 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
 
-from dynaflow.costs import Cost, Costs, bound_us
+from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.ir import Plan, Stream
-from dynaflow.measure import MIN_GAIN, Before, clock_for, compare, is_faster, measure_costs, same_random_numbers
+from dynaflow.measure import MIN_GAIN, NUM_ROUNDS, Before, clock_for, compare, is_faster, measure_costs, num_lanes, same_random_numbers
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
@@ -32,6 +34,7 @@ from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.workspaces import workspace_bytes
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
+from dynaflow.simulate import Device
 from dynaflow.strategies.confined import Confined
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, device_of
@@ -52,6 +55,11 @@ MAX_MEMORY, SPARE_BYTES = 1.25, 64 * 2**20
 MIN_MEASURED = 3
 # products that take less than this share of the time stay on the caller's stream: others would each keep a workspace for them
 FEW_PRODUCTS = 0.1
+# on the CPU: seconds that trying takes, about and at most; calls of a way where they are long; ways beside the plans: Inductor, one
+# stream, and the last two once more
+TRIALS_S, NUM_CALLS, NUM_OTHERS = 30.0, NUM_ROUNDS + 2, 4
+# lanes are threads
+LANES = Device(edge_us=5.0, cross_us=50.0)
 
 INDUCTOR, ONE_STREAM, IN_A_ROW = "Inductor", "one stream", "kernels in a row"
 
@@ -67,20 +75,24 @@ class Choice:
     costs: Mapping[str, Cost]
     # the sizes at which that was measured, where they are not the case's own
     measured_at: str = ""
+    # why no plan was tried
+    untried: str = ""
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.times_us.items())
+        why = ": ".join(filter(None, (self.untried, times))) or "as the strategy asks"
         where = f", measured at sizes {self.measured_at}" if self.measured_at else ""
-        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({times or 'as the strategy asks'}{where})"
+        return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({why}{where})"
 
     def dump(self) -> str:
         costs = {name: (cost.us, cost.share) for name, cost in self.costs.items()}
-        return json.dumps({"plan": self.plan, "times_us": dict(self.times_us), "costs": costs})
+        return json.dumps({"plan": self.plan, "times_us": dict(self.times_us), "costs": costs, "untried": self.untried})
 
     @staticmethod
     def parse(text: str) -> Choice:
         read = json.loads(text)
-        return Choice(read["plan"], read["times_us"], {name: Cost(*cost) for name, cost in read["costs"].items()})
+        costs = {name: Cost(*cost) for name, cost in read["costs"].items()}
+        return Choice(read["plan"], read["times_us"], costs, untried=read.get("untried", ""))
 
 
 class Room:
@@ -133,6 +145,8 @@ def in_order(kernels: Kernels) -> Plan:
 class Trials:
     def __init__(self, region: Region, kernels: Kernels, args: Sequence[Any]):
         self._region, self._kernels, self._device = region, kernels, device_of(args)
+        # not in captures, which are CUDA Graphs
+        self._on_lanes = self._device.type == "cpu" and not region.in_captures
         # with their strides, which kernels take for granted: `clone` closes gaps
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
@@ -149,31 +163,56 @@ class Trials:
         self._replays: dict[str, Callable[[], Any]] = {}
 
     def choose(self) -> Choice:
+        flow, num_plans = self._kernels.flow, NUM_TRIED + NUM_NEIGHBOURS + 1
         with torch.no_grad(), same_random_numbers(self._device):
-            flow = self._kernels.flow
+            if self._on_lanes:
+                if untried := self._why_no_lanes():
+                    return Choice("", {}, {}, untried=untried)
+                num_plans = self._num_fitting()
+                if num_plans < 1:
+                    return Choice("", {}, {}, untried="a call takes too long to be repeated")
             values = {name: self._given[i] for i, name in self._kernels.inputs}
             costs = measure_costs(self._serial, values, self._kernels.keys, self._clock)
             bound, in_a_row = bound_us(flow, costs), sum(costs[op.name].us for op in flow.ops)
-            if self._region.in_captures and bound > (1 - MIN_GAIN) * in_a_row:
-                return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs)
-            best = self._best(costs)
+            if (self._region.in_captures or self._on_lanes) and bound > (1 - MIN_GAIN) * in_a_row:
+                return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs, untried="side by side they would be no faster")
+            best = self._best(costs, num_plans)
             if not self._wins_again(best):
                 best = INDUCTOR
         plan = str(self._bounds[best].plan) if best in self._bounds else ""
         return Choice(plan, {**self._times(), "bound": bound}, costs)
 
-    def _best(self, costs: Costs) -> str:
+    def _why_no_lanes(self) -> str:
+        """What is known before anything is measured."""
         flow = self._kernels.flow
-        found = search(flow, costs, max_streams=MAX_STREAMS, confined=self._room.confined(costs))
+        if num_lanes() < 2:
+            return f"no cores are left for lanes: every kernel has {torch.get_num_threads()} threads"
+        is_chain = critical_path_us(flow, {op.name: Cost(1.0) for op in flow.ops}) >= len(flow.ops)
+        return "every kernel needs the one before it" if is_chain else ""
+
+    def _num_fitting(self) -> int:
+        """Plans that there is time to try."""
+        began = time.perf_counter()
+        self._trial(INDUCTOR)()
+        seconds = time.perf_counter() - began
+        self._before.put_back()
+        return int(TRIALS_S / NUM_CALLS / seconds) - NUM_OTHERS
+
+    def _best(self, costs: Costs, num_plans: int) -> str:
+        flow, device = self._kernels.flow, LANES if self._on_lanes else None
+        max_streams = min(MAX_STREAMS, num_lanes()) if self._on_lanes else MAX_STREAMS
+        found = search(flow, costs, max_streams=max_streams, device=device, confined=self._room.confined(costs))
         candidates = [c for c in found if c.num_streams > 1]
         # the simulator is not the device: the best of each kind, not the best few, which are much alike
         kinds = {c.kind: c for c in reversed(candidates)}
         best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]
-        best = self._try({ONE_STREAM: self._serial} | self._within_memory(best_first, NUM_TRIED))
-        if best not in kinds:
+        tried = self._within_memory(best_first, min(NUM_TRIED, num_plans))
+        best = self._try({ONE_STREAM: self._serial} | tried)
+        num_near = min(NUM_NEIGHBOURS, num_plans - len(tried) - 1)
+        if best not in kinds or num_near < 1:
             return best
         # costs are not quite what they were measured to be: neighbours may be better still
-        near = self._within_memory(neighbours(flow, costs, kinds[best], NUM_NEIGHBOURS), NUM_NEIGHBOURS)
+        near = self._within_memory(neighbours(flow, costs, kinds[best], num_near, device), num_near)
         if not near:
             return best
         del self._rounds[best]  # it runs beside them once more: what was measured earlier, the machine may have been slower for

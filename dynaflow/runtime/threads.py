@@ -89,6 +89,30 @@ def issue(bound: Bound, run: Run) -> None:
     run.close()
 
 
+def side_by_side(function: Callable[[], Any]) -> None:
+    """Call it here and, at the same time, on the first lane. Inside of a launch: twice, one after the other."""
+    if getattr(_here, "is_launching", False):
+        function()
+        return function()
+    failed: list[BaseException] = []
+
+    def follow(_: int) -> None:
+        try:
+            function()
+        except BaseException as error:
+            failed.append(error)
+
+    done = threading.Event()
+    with _posting:
+        _lane(1).put(_Work(done, follow, 1, Ambient(), copy_context()))
+    try:
+        function()
+    finally:
+        done.wait()
+    if failed:
+        raise failed[0]
+
+
 def _in_spite_of_ctrl_c(end: Callable[[], None]) -> None:
     """A second one while the first is dealt with must not cut that short. (`end` may run several times.)"""
     while True:

@@ -50,8 +50,8 @@ class Towers(nn.Module):
         return self.left(x) @ self.right(x).t()
 
 
-def call_thrice(fast):
-    x = torch.randn(4, 8)
+def call_thrice(fast, x=None):
+    x = torch.randn(4, 8) if x is None else x
     with torch.no_grad():
         for _ in range(3):
             result = fast(x)

@@ -471,7 +471,8 @@ def test_the_batch_is_marked_where_it_may_be_cut(options, with_grad, captures):
         for rows in (4, 6, 9):
             x = torch.randn(rows, 3)
             torch.testing.assert_close(fast(x), model(x))
-            assert not x.__dict__, "the marks are gone"
+            # (the one that is left is AOT's, on what a forward saves)
+            assert x.__dict__.keys() <= {"_dynamo_propagated_dynamic_indices"}, "the marks are gone"
     assert df.stats(fast).captures == captures
     if with_grad:
         with torch.enable_grad():
@@ -559,10 +560,3 @@ def test_objects_that_are_known_by_their_value_are_constants():
     called.clear()
     assert_same(fast(x), (x + 1 + 1) * 3)
     assert sorted(called) == [("a", 3), ("a", 3), ("bcd", 3), ("bcd", 3)]
-
-
-@pytest.mark.parametrize("options, is_told", [({}, True), ({"partition": "kernels"}, False), ({"compiler": "eager"}, False)])
-def test_without_a_gpu_it_is_said_that_nothing_is_planned(caplog, options, is_told):
-    with caplog.at_level("INFO", "dynaflow"), torch.no_grad():
-        torch.compile(torch.sin, backend="dynaflow", options=options)(torch.randn(4))
-    assert any("runs as it was captured" in r.getMessage() for r in caplog.records) == is_told

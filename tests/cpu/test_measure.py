@@ -1,13 +1,19 @@
 """Measuring: once per kernel and shape, in its place, and without a trace."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
+from dynaflow import measure
 from dynaflow.costs import Cost
 from dynaflow.inductor.kernels import kernels
 from dynaflow.measure import HostClock, compare, is_faster, measure_costs
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
+from dynaflow.runtime import threads
 from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.program import Geometry
 
 TEXT = """
 import torch
@@ -28,14 +34,13 @@ def call(args):
 
 class CountingClock(HostClock):
     def __init__(self):
-        super().__init__(0.5)
         self.num_measured = 0
         self.has_workspace = []
 
-    def cost(self, launch, has_workspace=False):
+    def cost(self, launch, has_workspace=False, is_alone=False):
         self.num_measured += 1
         self.has_workspace.append(has_workspace)
-        super().cost(launch)
+        super().cost(launch, has_workspace, is_alone)
         return Cost(float(self.num_measured))
 
 
@@ -67,8 +72,58 @@ def test_a_clock_is_told_which_kernels_have_a_workspace():
 
 
 def test_a_host_clock_measures():
-    cost = HostClock(0.25).cost(lambda: sum(range(20000)))
-    assert cost.us > 50 and cost.share == 0.25
+    assert HostClock().cost(lambda: sum(range(20000))).us > 50
+
+
+@pytest.mark.parametrize("num_lanes, least", [(1, 0.5), (2, 0.5), (16, 1 / 16)])
+@pytest.mark.parametrize("ratio, told", [(1.0, 0.0), (1.5, 0.5), (2.0, 1.0), (3.0, 1.0)])
+def test_the_share_is_told_by_two_side_by_side(monkeypatch, num_lanes, least, ratio, told):
+    """Two that take as long as one fill as little as a lane has; two that take twice as long, or longer, fill all."""
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measure, "num_lanes", lambda: num_lanes)
+
+    def launch(factor=1.0):
+        now[0] += 0.01 * factor
+
+    monkeypatch.setattr(threads, "side_by_side", lambda row: launch(ratio))
+    cost = HostClock().cost(launch)
+    assert cost.us == pytest.approx(10_000) and cost.share == pytest.approx(least + told * (1 - least))
+
+
+@pytest.mark.parametrize("us, calls", [(1.0, 3 + 3 * 64), (400.0, 3 + 3 * 2), (2_000.0, 3), (60_000.0, 1)])
+def test_what_takes_long_is_launched_less_often(monkeypatch, us, calls):
+    now, num_calls = [0.0], [0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def launch():
+        now[0] += us * 1e-6
+        num_calls[0] += 1
+
+    assert HostClock().cost(launch, is_alone=True).us == pytest.approx(us) and num_calls == [calls]
+
+
+COUNTS = """
+import torch
+
+def call(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    torch.ops.aten.add_.Scalar(arg1_1, 1)
+    buf0 = torch.ops.aten.sin.default(arg0_1)
+    return (buf0, )
+"""
+
+
+@pytest.mark.parametrize("counter, num_beside", [(torch.zeros(2, dtype=torch.int64), 1), (torch.zeros(2), 2)], ids=["counter", "floats"])
+def test_counters_are_not_moved_by_two_threads(monkeypatch, counter, num_beside):
+    beside, real = [], threads.side_by_side
+    monkeypatch.setattr(threads, "side_by_side", lambda row: beside.append(row) or real(row))
+    x = torch.randn(4)
+    made = kernels(COUNTS, {"torch": torch}, [x, counter], {"buf0": Geometry((4,), (1,), x.dtype, x.device)}, "counts")
+    bound = Binder(finish_plan(made.flow, sequential_plan(made.flow, ""), None, made.allocated), made.program).bind({})
+    measure_costs(bound, {"arg0_1": x, "arg1_1": counter}, made.keys, HostClock())
+    assert len({id(row.__closure__) for row in beside}) == num_beside and counter.tolist() == [1, 1]
 
 
 def test_ways_are_compared_in_turns():

@@ -74,3 +74,8 @@ def test_as_torch_compile_s_own_word(seen):
     plain = model(width=12).requires_grad_(False)
     torch.testing.assert_close(torch.compile(plain, backend="dynaflow", mode="max-autotune")(x), plain(x))
     assert seen == [(False, True, False)]
+
+
+def test_what_is_explained_is_what_runs(seen):
+    explained = df.explain(model(width=13).requires_grad_(False), torch.randn(4, 6), "two_batch", mode="max-autotune")
+    assert explained.graphs[0].compiler == "inductor" and seen and all(tunes for _, tunes, _ in seen)

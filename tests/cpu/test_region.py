@@ -14,7 +14,7 @@ from dynaflow import region
 from dynaflow.errors import FellBack, OptionError
 from dynaflow.ongoing import serialised
 from dynaflow.runtime import lent
-from dynaflow.settings import Settings, read_settings
+from dynaflow.settings import read_settings
 from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
 
 ORDERS = ("fake:issue", "fake:lazy", "fake:greedy", "fake:3", "threads", "serial", "graph")
@@ -315,9 +315,8 @@ def test_numbers_that_are_read_back_leave_it_to_inductor():
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_where_nothing_is_asked_for_nothing_is_given_up(monkeypatch, caplog):
-    """As on CUDA by default: what cannot be planned runs as Inductor has it, which is all that was asked for, strict or not."""
-    monkeypatch.setattr(Settings, "has_kernels", lambda self, device: True)
+def test_where_nothing_is_asked_for_nothing_is_given_up(caplog):
+    """What cannot be planned runs as Inductor has it, which is all that was asked for, strict or not."""
 
     def reads_back(x):
         return (x @ x)[x > 0] * 2
@@ -330,14 +329,15 @@ def test_where_nothing_is_asked_for_nothing_is_given_up(monkeypatch, caplog):
     assert not df.stats(fast).fallbacks and sum("runs as Inductor has it" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_kernels_are_the_default_on_cuda_alone(monkeypatch):
-    monkeypatch.setattr("dynaflow.settings.has_triton", lambda: True)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert read_settings().has_kernels(cuda) and not read_settings().has_kernels(cpu)
-    assert read_settings(partition="kernels").has_kernels(cpu)
-    others = [{"strategy": "sequential"}, {"strategy": df.TwoBatch()}, {"runtime": "graph"}, {"compiler": "eager"},
-              {"partition": [df.SplitModule("*")]}]  # fmt: skip
-    assert not any(read_settings(**options).has_kernels(cuda) for options in others)
+def test_kernels_are_the_default_where_inductor_can_compile(monkeypatch):
+    devices = [torch.device("cuda"), torch.device("cpu")]
+    for reason in ("", "there is no Triton"):
+        monkeypatch.setattr("dynaflow.settings.why_uncompiled", lambda device, reason=reason: reason)
+        assert all(read_settings(**options).has_kernels(d) == (not reason) for d in devices for options in ({}, {"compiler": "inductor"}))
+        assert all(read_settings(partition="kernels").has_kernels(d) for d in devices)
+        others = [{"strategy": "sequential"}, {"strategy": df.TwoBatch()}, {"runtime": "graph"}, {"compiler": "eager"},
+                  {"partition": [df.SplitModule("*")]}]  # fmt: skip
+        assert not any(read_settings(**options).has_kernels(d) for d in devices for options in others)
 
 
 def test_check_is_not_about_kernels():

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 import dynaflow as df
 from dynaflow.errors import OptionError
-from dynaflow.settings import read_settings
+from dynaflow.settings import read_settings, why_uncompiled
 
 REFUSED = {
     "unknown": ({"stratgy": 1}, "unknown option 'stratgy'"),
@@ -61,7 +62,21 @@ def test_a_strategy_by_its_place():
     assert isinstance(strategy, df.NanoFlow)
 
 
-def test_inductor_where_it_pays():
+def test_inductor_where_it_pays(monkeypatch):
+    monkeypatch.setattr("dynaflow.settings.has_triton", lambda: True)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert not read_settings().wants_inductor(cpu) and read_settings(compiler="inductor").wants_inductor(cpu)
-    assert not read_settings(compiler="eager").wants_inductor(cuda)
+    planned = {"strategy": df.TwoBatch()}
+    assert read_settings().wants_inductor(cpu) and read_settings(**planned).wants_inductor(cuda)
+    assert not read_settings(**planned).wants_inductor(cpu) and read_settings(**planned, compiler="inductor").wants_inductor(cpu)
+    assert not any(read_settings(compiler="eager").wants_inductor(device) for device in (cpu, cuda))
+
+
+def test_whether_inductor_can_compile_is_known_ahead(monkeypatch):
+    cpu, cuda, other = (torch.device(kind) for kind in ("cpu", "cuda", "meta"))
+    assert not why_uncompiled(cpu) and why_uncompiled(other) == "nothing is compiled for meta"
+    with inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert why_uncompiled(cpu).startswith("there is no C++ compiler") and "no-such-compiler" in why_uncompiled(cpu)
+        assert not read_settings().wants_inductor(cpu) and read_settings(compiler="inductor").wants_inductor(cpu)
+    for is_there in (False, True):
+        monkeypatch.setattr("dynaflow.settings.has_triton", lambda is_there=is_there: is_there)
+        assert why_uncompiled(cuda) == ("" if is_there else "there is no Triton")

@@ -13,7 +13,16 @@ from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fres
 
 
 @pytest.fixture
-def times(monkeypatch):
+def tried(monkeypatch):
+    """Whatever cores the machine has, and however little these kernels gain on its lanes."""
+    monkeypatch.setattr(trials, "num_lanes", lambda: 16)
+    monkeypatch.setattr(trials, "LANES", None)
+    monkeypatch.setattr(measure, "_share", lambda half, least: 1.0)
+    monkeypatch.setattr(trials, "bound_us", lambda flow, costs: 0.0)
+
+
+@pytest.fixture
+def times(monkeypatch, tried):
     """What the ways to run a call are made to take; the first is Inductor's own."""
     found = {"us": lambda n: [100.0] * n, "again": 50.0, "num": 0}
 
@@ -50,7 +59,8 @@ def test_neighbours_of_the_best_are_tried(times, monkeypatch):
         for _ in range(3):
             fast(image())
     (choice,) = [c.choice for r in set(region.living) - before for c in r.cases.values()]
-    assert len(seen) == 3 and seen[2] == 2 and min(choice.times_us.values()) == 40.0 and choice.plan
+    least = min(us for name, us in choice.times_us.items() if name != "bound")
+    assert len(seen) == 3 and seen[2] == 2 and least == 40.0 and choice.plan
     assert any("noise" in name for name in choice.times_us)
 
 
@@ -165,6 +175,57 @@ def test_a_choice_that_cannot_be_read_is_made_again(times, tmp_path, text):
     assert times["num"] == 2 and json.loads(path.read_text())["times_us"]
 
 
+@pytest.mark.parametrize("num_lanes, reason", [(1, "no cores are left for lanes"), (2, "")])
+def test_without_cores_for_lanes_nothing_is_tried(times, monkeypatch, caplog, num_lanes, reason):
+    """Threads beyond the cores would slow all of the process down, for good: there must be none, not even to measure."""
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    monkeypatch.setattr(trials, "num_lanes", lambda: num_lanes)
+    if reason:
+        monkeypatch.setattr(trials, "measure_costs", lambda *_: pytest.fail("measured"))
+    fast = compiled(Towers(), "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(fast)
+    assert times["num"] == df.stats(fast).plans == (not reason)
+    (line,) = [r.message for r in caplog.records if "kernels run under" in r.message]
+    assert (f"Inductor as it is ({reason}" in line) == bool(reason)
+
+
+@pytest.mark.parametrize("limit_s, reason", [(1e-9, "a call takes too long to be repeated"), (30.0, "")])
+def test_calls_that_take_long_are_not_repeated(times, monkeypatch, tmp_path, limit_s, reason):
+    monkeypatch.setattr(trials, "TRIALS_S", limit_s)
+    before = set(region.living)
+    call_thrice(compiled(Towers(), "auto", "auto"))
+    (case,) = [c for r in set(region.living) - before for c in r.cases.values()]
+    assert case.choice.untried == reason and times["num"] == bool(case.choice.costs) == (not reason) and not case.choice.plan
+    assert len(list(tmp_path.glob("choices/*.json"))) == (not reason), "what was not tried may be tried by the next process"
+
+
+def test_as_many_plans_as_there_is_time_for(times, monkeypatch):
+    tried = []
+    times["us"] = lambda n: tried.append(n) or [100.0] * n
+    monkeypatch.setattr(trials.Trials, "_num_fitting", lambda self: 1)
+    call_thrice(compiled(Branchy().eval(), "auto", "auto"), image())
+    assert tried == [3], "Inductor, one stream, and one plan"
+
+
+def test_a_chain_is_not_tried(monkeypatch, caplog):
+    monkeypatch.setattr(trials, "num_lanes", lambda: 16)
+    monkeypatch.setattr(trials, "measure_costs", lambda *_: pytest.fail("measured"))
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        call_thrice(compiled(Towers().left, "auto", "auto"))
+    assert any("Inductor as it is (every kernel needs the one before it)" in r.message for r in caplog.records)
+
+
+def test_what_would_be_no_faster_side_by_side_is_not_tried(tried, monkeypatch):
+    monkeypatch.setattr(trials, "bound_us", lambda flow, costs: sum(cost.us for cost in costs.values()))
+    monkeypatch.setattr(trials, "compare", lambda *_: pytest.fail("tried"))
+    before = set(region.living)
+    call_thrice(compiled(Towers(), "auto", "auto"))
+    (case,) = [c for r in set(region.living) - before for c in r.cases.values()]
+    assert str(case.choice).startswith("Inductor as it is (side by side they would be no faster: kernels in a row ")
+    assert trials.Choice.parse(case.choice.dump()) == case.choice
+
+
 def test_memory_is_limited(times):
     """Four chains of products: one after the other, two intermediates are alive at once."""
     weights, ends = torch.randn(4, 3, 32, 32), torch.randn(4, 32, 1)
@@ -183,7 +244,7 @@ def test_memory_is_limited(times):
     assert tried[0] < tried[1], "plans that need more memory than the limit are not tried"
 
 
-def test_measuring_shows_nowhere(monkeypatch):
+def test_measuring_shows_nowhere(monkeypatch, tried):
     """Neither in buffers that the call changes, nor in random numbers, nor in results."""
     monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
     model, twin = Branchy(), Branchy()
@@ -198,7 +259,7 @@ def test_measuring_shows_nowhere(monkeypatch):
     torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
 
 
-def test_measuring_does_not_run_out_of_a_cache(monkeypatch):
+def test_measuring_does_not_run_out_of_a_cache(monkeypatch, tried):
     """A position that every call moves on: repeated calls would write behind the cache."""
     monkeypatch.setattr(measure, "NUM_ROUNDS", 2)
 

@@ -1,5 +1,6 @@
 """The runtimes issue a plan and decide nothing: order on lanes, real overlap on threads, every legal interleaving on the fake."""
 
+import threading
 import time
 
 import pytest
@@ -69,6 +70,42 @@ def test_unknown_orders_are_refused():
     flow, program = make((numbers, triple))
     with pytest.raises(OptionError, match="unknown order 'eager'"):
         fake.run(plan_for(flow, TWO), program, {"x": torch.randn(4, 4)}, {"s0": 4}, "eager")
+
+
+def test_side_by_side():
+    """Here and on a lane, which outlives what fails there."""
+    seen = []
+    both = threading.Barrier(2, timeout=30)  # each waits for the other
+
+    def meet():
+        seen.append(threading.current_thread().name)
+        both.wait()
+
+    threads.side_by_side(meet)
+    assert sorted(seen) == sorted([threading.current_thread().name, "dynaflow-lane-1"])
+
+    def fail_there():
+        if threading.current_thread().name.startswith("dynaflow-lane"):
+            raise KeyError("there")
+
+    with pytest.raises(KeyError, match="there"):
+        threads.side_by_side(fail_there)
+    threads.side_by_side(meet)
+    assert len(seen) == 4
+
+
+def test_side_by_side_inside_of_a_launch():
+    """The lanes may be waiting for that launch: it happens where it is."""
+    seen = []
+
+    def launch(x, *_):
+        threads.side_by_side(lambda: seen.append(threading.current_thread().name))
+        return [x + 1]
+
+    flow, program = make([launch, launch])
+    bound = bind(plan_for(flow, TWO), program, {"s0": 4})
+    threads.issue(bound, Run(bound, bound.tensors({"x": torch.zeros(4, 4)})))
+    assert len(seen) == 8 and all(name.startswith("dynaflow-lane") for name in seen)
 
 
 def test_threads_overlap_for_real():
