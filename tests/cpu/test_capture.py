@@ -471,8 +471,8 @@ def test_the_batch_is_marked_where_it_may_be_cut(options, with_grad, captures):
         for rows in (4, 6, 9):
             x = torch.randn(rows, 3)
             torch.testing.assert_close(fast(x), model(x))
-            # (the one that is left is AOT's, on what a forward saves)
-            assert x.__dict__.keys() <= {"_dynamo_propagated_dynamic_indices"}, "the marks are gone"
+            # (where Inductor compiles for training, AOT marks what a forward saves, as it does under torch.compile)
+            assert not x.__dict__ or (with_grad and not options), "the marks are gone"
     assert df.stats(fast).captures == captures
     if with_grad:
         with torch.enable_grad():
