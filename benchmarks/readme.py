@@ -3,6 +3,7 @@
 Every number in the table comes from a file under benchmarks/results/, named in its row.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -124,10 +125,13 @@ def rendered(readme: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="end with 1 where it is older than the result files")
+    args = parser.parse_args()
     path = ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
     new = rendered(old)
-    if "--check" in sys.argv:
+    if args.check:
         sys.exit("README.md is older than benchmarks/results: run python -m benchmarks.readme" if new != old else 0)
     path.write_text(new, encoding="utf-8")
 

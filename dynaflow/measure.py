@@ -42,7 +42,7 @@ class Clock(Protocol):
 
     def cost(self, launch: Callable[[], Any], has_workspace: bool = False, is_alone: bool = False) -> Cost:
         """`has_workspace`: it computes in memory that a library keeps for the stream that it is launched on, or may. `is_alone`: not
-        to be run by two threads at once. It moves a counter on, which both would move too far, or is code that we know nothing about."""
+        to be run twice at once. It moves a counter on, which both would move too far, or is code that we know nothing about."""
         ...
 
     def synchronise(self) -> None: ...
@@ -126,6 +126,8 @@ class CudaClock:
         alone = self._us([recorded])
         if alone <= 0:
             return Cost(alone, 1.0)
+        if is_alone:  # taken to fill little: what is tried for that is measured then
+            return Cost(alone, 1 / NUM_ROWS)
         sides = self._sides_for_products() if has_workspace else self._side
         if sides:
             share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row, sides))]) / alone / (1 + len(sides))

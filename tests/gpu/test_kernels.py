@@ -223,6 +223,19 @@ def test_costs_tell_small_kernels_from_large_ones(has_workspace):
     assert a.us < 20 < b.us and a.share < 0.6 and b.share > 0.75
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_what_must_not_run_twice_at_once_is_measured_on_one_stream_at_a_time(is_alone):
+    x, streams = torch.randn(128, 128, device=DEVICE), set()
+
+    def launch():
+        streams.add(torch.cuda.current_stream().cuda_stream)
+        x.sin()
+
+    assert CudaClock(DEVICE).cost(launch, is_alone=is_alone).us > 0
+    # the current one, and that of recordings
+    assert (len(streams) == 2) is is_alone
+
+
 # -- what libraries keep
 
 
