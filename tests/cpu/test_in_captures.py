@@ -159,8 +159,8 @@ def test_all_ways_are_tried_as_recordings(in_captures, monkeypatch):
     recorded, ran, warm = [], [], []
 
     class Recorder:
-        def __init__(self, pool, device):
-            pass
+        def __init__(self, pool, device, keeps_memsets):
+            assert keeps_memsets, "as in the graphs that others capture"
 
         def begin(self):
             recorded.append("begin")
@@ -218,7 +218,7 @@ def test_counters_do_not_run_on_while_ways_warm_up(in_captures, monkeypatch):
         seen.extend(int(a) for a in args if a.dtype == torch.int64)
         issue(self, args)
 
-    monkeypatch.setattr(graphs, "CudaRecorder", lambda pool, device: recorder)
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda pool, device, keeps_memsets: recorder)
     monkeypatch.setattr(trials, "bound_us", lambda *_: 1.0)
     monkeypatch.setattr(trials.Trials, "__init__", as_on_cuda)
     monkeypatch.setattr(trials.Way, "warm_up", warm_up)

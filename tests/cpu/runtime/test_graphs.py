@@ -417,7 +417,7 @@ def test_work_as_a_replay(monkeypatch, is_bad):
     done = []
 
     class Recorder:
-        def __init__(self, pool, device): ...
+        def __init__(self, pool, device, keeps_memsets): ...
         def begin(self):
             done.append("begin")
 
