@@ -35,7 +35,8 @@ def test_pipeline(name, strategy):
     pipe = df.optimize(PIPELINES[name](), strategy=strategy, strict=True)
     made = images(name, pipe)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(made, expected) or isinstance(strategy, df.TwoBatch)
+    # parts are rounded otherwise, and so are Inductor's kernels
+    assert torch.equal(made, expected) or not isinstance(strategy, df.Branches)
     stats, num_calls = df.stats(pipe), NUM_STEPS * NUM_CALLS[name]
     assert stats.calls == num_calls and stats.captures == 1 and not stats.fallbacks, stats
     assert stats.split_calls == (num_calls if isinstance(strategy, df.TwoBatch) else 0), stats
