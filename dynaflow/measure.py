@@ -74,7 +74,7 @@ class HostClock:
 
 def num_lanes() -> int:
     """Lanes that there are cores for, each with as many threads as torch gives an op. With more, OpenMP puts its threads to sleep behind
-    every op, as long as the lanes live, and all ops of the process wait for them to wake up: on two cores, 7 us become 100."""
+    every op, as long as the lanes live, and all ops of the process wait for them to wake up."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return num_cores // torch.get_num_threads()
 

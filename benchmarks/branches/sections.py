@@ -101,10 +101,10 @@ def equal_section(case: Case, variants: Variants, names: Sequence[str], count: i
             found[TUNED_ALONE] = compared(case, made[OURS_TUNED].call, ours.one_stream(made[OURS_TUNED].call), count)
     finally:
         case.sets = before
-    # what runs no plan equals itself
-    unplanned = [name for name, mode in (("one stream", ours.DEFAULT), (TUNED_ALONE, ours.TUNED)) if not ours.has_plan(mode)]
-    told = {name: each for name, each in found.items() if name not in unplanned}
-    return {"equal": headline(told), "differences": found, "without_plan": [name for name in unplanned if name in found]}
+    for name, mode in (("one stream", ours.DEFAULT), (TUNED_ALONE, ours.TUNED)):
+        if not ours.has_plan(mode):  # it equals itself
+            found.pop(name, None)
+    return {"equal": headline(found), "differences": found}
 
 
 def headline(found: dict[str, Result]) -> str:

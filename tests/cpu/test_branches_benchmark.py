@@ -290,7 +290,10 @@ def test_command_times_a_row_in_a_process_of_its_own(tmp_path):
     done = _command(path, "--rows", "mmdit*256*", "--variants", "eager,dynaflow", "--rounds", "2")
     assert done.returncode == 1, done.stderr  # no baseline of torch.compile, so no target is met
     (row,) = load(path)
-    assert row["differences"]["one stream"]["bit_equal"] == 3 and row["ours"]["median_ms"] > 0
+    # whether lanes have cores of their own here or not
+    is_planned = any(chosen.startswith("a plan of the kernels") for chosen in row["plan"]["chosen"].values())
+    assert row["equal"] == ("bit" if is_planned else "no plan ran") and ("one stream" in row["differences"]) is is_planned
+    assert row["ours"]["median_ms"] > 0
     assert set(row["baselines"]) == {"eager"} and row["speedup"] is None
     assert row["plan"]["captures"] == 1 and row["config"]["tiny"] and "time mmdit-1536 256+128: ok" in done.stdout
 
