@@ -358,7 +358,7 @@ class Bucket:
             number, recording = len(self.recordings), record(self.slots.given(args), self._body)
             self.recordings.append(recording)
         if borrow:
-            return [o.detach() for o in recording.outputs]
+            return [o.data for o in recording.outputs]
         return [o.clone() for o in recording.outputs] if number == MAX_ROTATION else recording.lent.lend()
 
 
@@ -405,7 +405,7 @@ class Recordings:
                     slots.fill_rows(slot, args[i], rows)
             recording.replay()
             bucket.num_replays += 1
-            return [o.detach() for o in recording.outputs] if borrow else recording.lent.lend()
+            return [o.data for o in recording.outputs] if borrow else recording.lent.lend()
 
     def record(
         self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body

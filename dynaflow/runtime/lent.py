@@ -1,8 +1,9 @@
 """Outputs that are handed out again and again over the same memory, and who still has them.
 
-A caller's tensors are made anew for each call, with storages of their own: when these are gone, nobody has the outputs. Of what is saved
-for a backward there are hundreds, which nobody else sees and which take on no history of their own: the same tensors stand for it in
-each call, and somebody has one as long as it is referred to from elsewhere, by Python, by autograd, or by a view of it.
+For each output stands one tensor over its memory, in a storage that is not the output's own and that nobody else uses. A caller gets a
+tensor made anew over that storage, and has the output as long as more uses the storage than what stands there: a tensor, a view, Python's
+object for the storage. Of what is saved for a backward there are hundreds, which nobody else sees and which take on no history of their
+own: what stands for it is handed out itself, and somebody has it as long as it is referred to from elsewhere, by Python or by autograd.
 """
 
 from __future__ import annotations
@@ -37,37 +38,46 @@ class Lent:
         _homes.add(self._addresses)
         shared = [m for n, m in enumerate(memory) if n not in saved]
         self.saved = [n for n in saved if memory[n] not in shared]
-        # storages of the others, and per output which it lies in, and how
-        self._memory = list(dict.fromkeys(shared))
-        self._lies = [(n, self._memory.index(m), _lie(outputs[n])) for n, m in enumerate(memory) if n not in self.saved]
-        # weak references to the storages that were handed out last
-        self._storages: list[int] = []
+        self._callers = [n for n in range(len(memory)) if n not in self.saved]
         # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
-        self.standing = [_over(memory[n], _lie(outputs[n])) for n in self.saved]
+        self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])
+        # the same for the caller's; those that share their memory share a storage, which they all use
+        storages = {m: _storage_at(*m) for m in dict.fromkeys(shared)}
+        self._shared = [_over(storages[memory[n]], outputs[n]) for n in self._callers]
+        del storages
+        self._unused = [(storage, handle, _num_uses(handle)) for storage, handle in {h: (s, h) for _, s, h in self._shared}.values()]
+        self._refs_unused = _references_to_storage(self._unused)
 
     def lend(self) -> list[torch.Tensor]:
-        storages = [_storage_at(address, device, nbytes) for address, device, nbytes in self._memory]
-        self._storages += [storage._weak_ref() for storage in storages]
+        if not self.saved:
+            return [tensor.data for tensor, _, _ in self._shared]
         found: list[Any] = [None] * len(self._outputs)
-        for n, i, lie in self._lies:
-            found[n] = _tensor_over(storages[i], lie)
+        for n, (tensor, _, _) in zip(self._callers, self._shared):
+            found[n] = tensor.data
         for n, (tensor, _, _) in zip(self.saved, self.standing):
             found[n] = tensor
         return found
 
     def is_gone(self) -> bool:
         """Whether nobody refers to what was handed out last."""
-        storage: Any = torch.UntypedStorage
-        while self._storages and storage._expired(self._storages[-1]):
-            storage._free_weak_ref(self._storages.pop())
-        return not self._storages and _are_alone(self.standing, *self._alone)
+        for storage, handle, num_uses in self._unused:
+            if _num_uses(handle) > num_uses or getrefcount(storage) > self._refs_unused:
+                return False
+        return _are_alone(self.standing, *self._alone)
 
     def leave(self) -> None:
         """Nothing is handed out any more. The memory stays for as long as somebody has what was."""
         _homes.remove(self._addresses)
         if not self.is_gone():
             _outlived[next(_numbers)] = self
+
+
+def _references_to_storage(unused: Sequence[tuple[Any, int, int]]) -> int:
+    """As `Lent.is_gone` counts them."""
+    for storage, _, _ in unused:
+        return getrefcount(storage)
+    return 0
 
 
 def _are_alone(standing: Sequence[tuple[Any, Any, int]], by_python: int, by_autograd: int, of_storage: int, by_views: int) -> bool:
@@ -106,9 +116,9 @@ def _tensor_over(storage: Any, lie: dict[str, Any]) -> torch.Tensor:
     return empty.set_(storage, lie["storage_offset"], lie["size"], lie["stride"])
 
 
-def _over(memory: _Memory, lie: dict[str, Any]) -> tuple[torch.Tensor, Any, int]:
-    storage = _storage_at(*memory)
-    tensor = _tensor_over(storage, lie)
+def _over(storage: Any, output: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
+    """A tensor that lies in this storage as the output does in its own, Python's object for the storage, and its handle."""
+    tensor = _tensor_over(storage, _lie(output))
     return tensor, tensor.untyped_storage(), storage._cdata
 
 
