@@ -25,10 +25,10 @@ from torch._prims_common import clone_preserve_strides
 from dynaflow import disk
 from dynaflow.inductor.units import ambient
 from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
-from dynaflow.runtime import graphs
 from dynaflow.runtime.lanes import is_profiling
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.ranks import are_waited_for, everybody_says, uses_groups
+from dynaflow.runtime.slots import Slots
 
 if TYPE_CHECKING:
     from dynaflow.engine import CapturedGraph
@@ -164,7 +164,7 @@ def _say_no_room(graph: CapturedGraph) -> None:
 
 def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -> list[Any]:
     """What may be changed, and what a recording reads from slots, is ours."""
-    slots = graphs.Slots(args, graph.slots(args, sizes), ())
+    slots = Slots(args, graph.slots(args, sizes), ())
     slots.fill(args)
     given = slots.given(args)
     for i in graph.changed:

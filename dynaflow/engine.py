@@ -195,10 +195,11 @@ class CapturedGraph:
         # the caller's own tensors, parameters that nobody changes aside: argument and storage; and those that are changed in place
         self._inputs = [(i, s) for i, name in self._names if (s := flow.value[name].storage) in self._mutated
                         or flow.value[name].role == "input"]  # fmt: skip
-        self.changed = {i for i, name in self._names if flow.value[name].storage in self._mutated}
+        self.changed = [i for i, name in self._names if flow.value[name].storage in self._mutated]
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         self._epilogue: Callable[..., Any] = getattr(self.built.epilogue.fn, "forward", self.built.epilogue.fn)
         self._plain_outputs = self.built.plain_outputs(self._output_names)
+        self._is_in_order = self._plain_outputs is not None and list(self._plain_outputs) == list(range(len(self._output_names)))
         self._bodies: WeakKeyDictionary[Bound, PlanBody] = WeakKeyDictionary()
         is_recorded, options = self.settings.runtime == "graph", self.settings.inductor_options
         self.compiler = Inductor(flow, self.built.program.layouts, is_recorded, options) if self.is_compiled else None
@@ -291,7 +292,7 @@ class CapturedGraph:
         """A call like one that was replayed before: nothing but what must happen anew. None where it is not."""
         if is_serialised() or is_profiling():
             return None
-        bound = self._steady.get(self.read_sizes(args))
+        bound = self._steady.get(self.read_sizes(args) if self._order else ())
         outputs = self._recordings.replay(bound, list(args)) if bound is not None and self._recordings is not None else None
         if outputs is None or bound is None:
             return None
@@ -299,7 +300,7 @@ class CapturedGraph:
         if self.changed:
             torch._C._increment_version([args[i] for i in self.changed])  # see _hand_out
         assert self._plain_outputs is not None
-        results = [outputs[i] for i in self._plain_outputs]
+        results = outputs if self._is_in_order else [outputs[i] for i in self._plain_outputs]
         if (call := ongoing.get()) is not None:
             call.num_graphs += 1
             self._tell(call, results)

@@ -160,13 +160,13 @@ class Settings:
             total.calls += num_calls
             mine.planned_calls += 1
             total.planned_calls += 1
+            mine.num_launches += num_launches
+            total.num_launches += num_launches
             if num_part_launches:
                 mine.split_calls += 1
                 total.split_calls += 1
-            mine.num_launches += num_launches
-            total.num_launches += num_launches
-            mine.num_part_launches += num_part_launches
-            total.num_part_launches += num_part_launches
+                mine.num_part_launches += num_part_launches
+                total.num_part_launches += num_part_launches
 
     def count_fallback(self, reason: str) -> bool:
         """Returns whether it is the first of its kind."""

@@ -30,8 +30,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from dynaflow.runtime.lent import Lent, by_address, let_go
+from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
+from dynaflow.runtime.slots import Slots
 from dynaflow.runtime.turns import raw_stream, turns_of
 
 log = logging.getLogger("dynaflow")
@@ -267,15 +268,6 @@ class Recording:
             self.lent.leave()
 
 
-def same_addresses(args: list[Any], table: list[Any], indices: list[int]) -> bool:
-    """Whether these arguments are where the table says, by their own numbers."""
-    return all(args[i].data_ptr() == table[i] for i in indices)
-
-
-# torch's own check of static inputs, in C++, where this build has it
-_same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", same_addresses)
-
-
 # One recording at a time in the whole process: beginning one waits for the device, which makes any other void.
 one_at_a_time = threading.RLock()
 
@@ -292,50 +284,6 @@ def as_replay(pool: Pool, device: torch.device, work: Callable[[], Any], keeps_m
         except BaseException:
             recorder.abort()
             raise
-
-
-class Slots:
-    """Where a recording reads its inputs: slots, or the caller's own memory."""
-
-    def __init__(
-        self, args: Sequence[Any], copied: dict[int, tuple[int, int] | None], changed: Sequence[int], promised: Sequence[int] = ()
-    ):
-        """`copied`: argument -> (batch dim, its size with all rows), None where it has no batch dim. `changed`: those changed in place.
-        `promised`: those that are not looked at, where they are parameters (a buffer is replaced by a plain assignment)."""
-        kept = {i for i in promised if isinstance(args[i], torch.nn.Parameter)}
-        # Of what is bound by address, the address alone is kept: the caller's caches are the caller's to drop.
-        self.slots = {i: _slot(args[i], rows) for i, rows in copied.items()}
-        # storages that are changed; what must be where it was, and where that is, by the argument's own number; what is copied
-        self.changed = {args[i].untyped_storage().data_ptr() for i in changed}
-        self.checked = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in copied and i not in kept]
-        self.table: list[Any] = [None] * len(args)
-        for i in self.checked:
-            self.table[i] = args[i].data_ptr()
-        self.each = [(self.slots[i], i, rows) for i, rows in copied.items()]
-
-    def given(self, args: Sequence[Any]) -> list[Any]:
-        """What a recording reads: the slots, and the caller's own."""
-        return [self.slots.get(i, arg) for i, arg in enumerate(args)]
-
-    def fill(self, args: Sequence[Any]) -> None:
-        for slot, i, rows in self.each:
-            self.fill_rows(slot, args[i], rows)
-
-    @staticmethod
-    def fill_rows(slot: torch.Tensor, arg: torch.Tensor, rows: tuple[int, int] | None) -> None:
-        if rows is not None and arg.shape[rows[0]] != rows[1]:
-            slot = slot.narrow(rows[0], 0, arg.shape[rows[0]])
-        slot.copy_(arg, True)
-
-
-def _slot(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
-    """Memory for an input of `rows` rows. Rows beyond the first call's repeat its own: they must be valid, if only for indices."""
-    if rows is None or tensor.shape[rows[0]] == rows[1]:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    dim, size = rows
-    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
-    shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
-    return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.index_select(dim, index))
 
 
 class Bucket:
@@ -381,11 +329,7 @@ class Recordings:
         if bucket is None:
             return None
         slots, pool, borrow = bucket.slots, self._pool, self._borrow
-        if slots.changed:  # what is copied must not share memory with what is changed
-            for _, i, _ in slots.each:
-                if args[i].untyped_storage().data_ptr() in slots.changed:
-                    return None
-        if not _same_addresses(args, slots.table, slots.checked):
+        if not slots.fit(args):
             return None
         with pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
@@ -397,12 +341,9 @@ class Recordings:
                 pool.enter(self._device)
             if len(self._kept) > 1:
                 self._kept.move_to_end(key)
-            let_go()
-            for slot, i, rows in slots.each:
-                if rows is None:
-                    slot.copy_(args[i], True)
-                else:
-                    slots.fill_rows(slot, args[i], rows)
+            if outlived:
+                let_go()
+            slots.fill(args)
             recording.replay()
             bucket.num_replays += 1
             return [o.data for o in recording.outputs] if borrow else recording.lent.lend()

@@ -70,7 +70,7 @@ class Lent:
         """Nothing is handed out any more. The memory stays for as long as somebody has what was."""
         _homes.remove(self._addresses)
         if not self.is_gone():
-            _outlived[next(_numbers)] = self
+            outlived[next(_numbers)] = self
 
 
 def _references_to_storage(unused: Sequence[tuple[Any, int, int]]) -> int:
@@ -175,16 +175,16 @@ def version() -> int:
 
 # Outputs that are still referred to, of recordings that are gone. Entries come while others are looked through (a recording may die at any
 # time): none but those found to be gone is ever taken out.
-_outlived: dict[int, Lent] = {}
+outlived: dict[int, Lent] = {}
 _numbers = itertools.count()
 _letting_go = threading.Lock()
 
 
 def let_go() -> None:
     """Called under a pool's lock, and by one thread at a time."""
-    if not _outlived:
+    if not outlived:
         return
     with _letting_go:
-        for number, lent in list(_outlived.items()):
+        for number, lent in list(outlived.items()):
             if lent.is_gone():
-                _outlived.pop(number, None)
+                outlived.pop(number, None)

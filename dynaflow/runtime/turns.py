@@ -33,14 +33,16 @@ class Turns:
             raw = raw_stream(self._index)
             if raw != self._raw:
                 self._stream, self._raw = torch.cuda.current_stream(self._device), raw
-                if self._event is not None:
+                if self._event is None:
+                    self._event = torch.cuda.Event()
+                else:
                     self._stream.wait_event(self._event)
 
     def leave(self) -> None:
         """The next turn is behind what the current stream has by now."""
         with self._lock:
             self.enter()  # who came in between is over, too
-            self._record()
+            self._event.record(self._stream)
 
     def takes(self, replay: Callable[[], Any]) -> Callable[[], None]:
         """The replay, as a turn. On the path of every call: spelt out."""
@@ -51,14 +53,9 @@ class Turns:
                 if raw_stream(index) != self._raw:
                     self.enter()
                 replay()
-                self._record()
+                self._event.record(self._stream)
 
         return run
-
-    def _record(self) -> None:
-        if self._event is None:
-            self._event = torch.cuda.Event()
-        self._event.record(self._stream)
 
 
 _turns: dict[int, Turns] = {}

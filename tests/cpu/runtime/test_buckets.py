@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dynaflow as df
-from dynaflow.runtime import graphs
+from dynaflow.runtime import slots
 from tests.cpu.runtime.models import sine
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -55,10 +55,10 @@ def test_padded_rows_do_not_show(counted, kind, strategy):
 
 def test_rows_beyond_the_call_s_are_valid_ones():
     ids = torch.tensor([[7, 8], [9, 10]])
-    assert graphs._slot(ids, (0, 5)).tolist() == [[7, 8], [9, 10], [7, 8], [9, 10], [7, 8]]
-    slots = graphs.Slots([ids], {0: (0, 5)}, [])
-    slots.fill([ids + 1])
-    assert slots.slots[0].tolist() == [[8, 9], [10, 11], [7, 8], [9, 10], [7, 8]]
+    made = slots.Slots([ids], {0: (0, 5)}, [])
+    assert made.each[0].tensor.tolist() == [[7, 8], [9, 10], [7, 8], [9, 10], [7, 8]]
+    made.fill([ids + 1])
+    assert made.each[0].tensor.tolist() == [[8, 9], [10, 11], [7, 8], [9, 10], [7, 8]]
 
 
 def test_an_empty_batch_is_not_padded(counted):

@@ -13,7 +13,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import recorded
-from dynaflow.runtime import generated, graphs
+from dynaflow.runtime import generated, graphs, slots
 from tests.cpu.runtime.models import Net, sine
 from tests.cpu.runtime.test_buckets import REFUSED
 from tests.cpu.runtime.test_pieces import CUTS, Interrupted
@@ -291,7 +291,7 @@ def test_notices(recorder, monkeypatch, hole):
     if hole == "outputs are never held":
         monkeypatch.setattr(graphs.Lent, "is_gone", lambda self: True)
     elif hole == "slots are not filled":
-        monkeypatch.setattr(graphs.Slots, "fill", lambda self, args: None)
+        monkeypatch.setattr(slots.Slots, "fill", lambda self, args: None)
     elif hole == "padding is not refused":
         monkeypatch.setattr(recorded, "why_unpadded", lambda flow, built: "")
     elif hole == "nothing is undone":
@@ -337,8 +337,8 @@ def test_an_input_that_is_returned_is_the_callers(counted):
 
 def test_slots_do_not_keep_the_callers_cache():
     x, cache = torch.randn(6, 4), torch.zeros(6, 4)
-    slots = graphs.Slots([x, cache], {0: None}, [1])
-    assert slots.given([x, cache])[1] is cache and slots.given([x, cache])[0] is slots.slots[0]
+    made = slots.Slots([x, cache], {0: None}, [1])
+    assert made.given([x, cache])[1] is cache and made.given([x, cache])[0] is made.each[0].tensor
     gone = weakref.ref(cache)
     del cache
     assert gone() is None
@@ -350,9 +350,9 @@ def test_weights_that_are_promised_to_stay_are_not_looked_at(monkeypatch, fixed_
 
     def same_addresses(args, table, indices):
         looked[:] = [args[i] for i in indices]
-        return graphs.same_addresses(args, table, indices)
+        return slots.same_addresses(args, table, indices)
 
-    monkeypatch.setattr(graphs, "_same_addresses", same_addresses)
+    monkeypatch.setattr(slots, "_same_addresses", same_addresses)
     model, cache = Net(), torch.zeros(6, 4)
     fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph", fixed_weights=fixed_weights)
     for _ in range(4):

@@ -29,7 +29,8 @@ class Machine:
                 self.cuda_stream = raw
 
             def wait_event(self, event):
-                machine.log.append(f"{self.cuda_stream} waits for {event.where}")
+                if event.where is not None:  # CUDA waits for no event that was never recorded
+                    machine.log.append(f"{self.cuda_stream} waits for {event.where}")
 
             def wait_stream(self, other):
                 machine.log.append(f"{self.cuda_stream} waits for all of {other.cuda_stream}")
