@@ -34,3 +34,9 @@ def ask(call: Any, *args: Any) -> Any:
     if int(status) != 0:
         raise DriverError(f"{call.__name__} says {status.name}")
     return values[0] if len(values) == 1 else values
+
+
+def graph_nodes(driver: Any, graph: Any) -> list[Any]:
+    _, count = ask(driver.cuGraphGetNodes, graph, 0)
+    nodes, count = ask(driver.cuGraphGetNodes, graph, count)
+    return list(nodes[:count])

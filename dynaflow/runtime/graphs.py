@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from dynaflow.runtime.feeds import Feeds, feeds_of
 from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
 from dynaflow.runtime.slots import Slots
@@ -107,8 +108,12 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    def __init__(self, pool: Pool, device: torch.device, has_products: bool = True, keeps_memsets: bool = False):
+    def __init__(
+        self, pool: Pool, device: torch.device, has_products: bool = True, keeps_memsets: bool = False, feeds: Feeds | None = None
+    ):
+        """`feeds`: copies that the first graph begins with."""
         self._pool, self._device, self._has_products, self._keeps_memsets = pool, device, has_products, keeps_memsets
+        self._feeds = feeds
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
@@ -128,6 +133,8 @@ class CudaRecorder:
         handle = self._pool.handle_for(stream)
         self._context = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         self._context.__enter__()
+        if self._feeds is not None:
+            self._feeds.issue()
 
     def end(self) -> Callable[[], Any]:
         with warnings.catch_warnings():
@@ -136,6 +143,9 @@ class CudaRecorder:
         if not self._keeps_memsets:
             without_memsets(self._graph, capture_stream(self._device))
         self._graph.instantiate()
+        if self._feeds is not None:
+            self._feeds.bind(self._graph)
+            self._feeds = None  # of what is recorded in pieces, the first has them
         self._leave()
         return turns_of(self._device).takes(self._graph.replay) if self._has_products else self._graph.replay
 
@@ -232,6 +242,8 @@ class Recording:
                 recorder.abort()
                 raise
         self.outputs = outputs
+        # tells it where its inputs are
+        self.feed: Callable[[list[Any]], bool] = lambda args: True
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
@@ -294,16 +306,18 @@ class Bucket:
         self.recordings: list[Recording] = []
         self.num_replays = 0
 
-    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body], Recording], borrow: bool) -> list[torch.Tensor]:
+    def run(self, args: list[Any], record: Callable[[Sequence[Any], Body, Slots], Recording], borrow: bool) -> list[torch.Tensor]:
         """The outputs: the recording's own, lent, or copies."""
-        self.slots.fill(args)
         for number, recording in enumerate(self.recordings):
             if borrow or number == MAX_ROTATION or recording.lent.is_gone():
+                if not recording.feed(args):
+                    raise _Unrecordable("the driver refuses to change where its inputs are read")
                 recording.replay()
                 self.num_replays += 1
                 break
         else:
-            number, recording = len(self.recordings), record(self.slots.given(args), self._body)
+            self.slots.fill(args)
+            number, recording = len(self.recordings), record(self.slots.given(args), self._body, self.slots)
             self.recordings.append(recording)
         if borrow:
             return [o.data for o in recording.outputs]
@@ -343,7 +357,8 @@ class Recordings:
                 self._kept.move_to_end(key)
             if outlived:
                 let_go()
-            slots.fill(args)
+            if not recording.feed(args):
+                return self._run(key, bucket, args)
             recording.replay()
             bucket.num_replays += 1
             return [o.data for o in recording.outputs] if borrow else recording.lent.lend()
@@ -391,7 +406,7 @@ class Recordings:
         with self._pool.lock:
             self._pool.enter(self._device)
             try:
-                recording = self._make(given, body, is_kept=False)
+                recording = self._make(given, body, None)
             except _Unrecordable as error:
                 log.info("%s cannot be recorded in a CUDA Graph: %s", self._name, error)
                 return None
@@ -408,29 +423,35 @@ class Recordings:
         with self._pool.lock:
             self._kept.pop(key, None)
 
-    def _record(self, given: Sequence[Any], body: Body) -> Recording:
+    def _record(self, given: Sequence[Any], body: Body, slots: Slots) -> Recording:
         while self._num_recordings() >= MAX_RECORDINGS and len(self._kept) > 1:
             self._kept.popitem(last=False)
-        return self._make(given, body)
+        return self._make(given, body, slots)
 
-    def _make(self, given: Sequence[Any], body: Body, is_kept: bool = True) -> Recording:
+    def _make(self, given: Sequence[Any], body: Body, slots: Slots | None) -> Recording:
+        """`slots`: None for a recording that is not kept for calls."""
         while True:
-            recorder = self.make_recorder(body)
+            feeds = feeds_of(slots, self._device)
+            recorder = self.make_recorder(body, feeds)
             is_first = self._pool.is_new()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
             saved = [(given[i], given[i].clone()) for i in body.changed] if body.has_steps() or recorder is None else []
             try:
                 with one_at_a_time:
-                    return Recording(body, given, recorder, self._borrow and is_kept and is_first and body.allocates)
+                    recording = Recording(body, given, recorder, self._borrow and slots is not None and is_first and body.allocates)
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)
                 if not body.learn(error):
                     raise _Unrecordable(f"{type(error).__name__}: {error}") from error
                 log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
+            else:
+                if slots is not None:
+                    recording.feed = feeds if feeds is not None and feeds.is_bound else slots.fill
+                return recording
 
-    def make_recorder(self, body: Body) -> Recorder | None:
-        return CudaRecorder(self._pool, self._device, body.has_products) if self._device.type == "cuda" else None
+    def make_recorder(self, body: Body, feeds: Feeds | None) -> Recorder | None:
+        return CudaRecorder(self._pool, self._device, body.has_products, feeds=feeds) if self._device.type == "cuda" else None
 
     def _num_recordings(self) -> int:
         return sum(len(bucket.recordings) for bucket in self._kept.values())

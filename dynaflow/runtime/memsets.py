@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
-from dynaflow.runtime.driver import DriverError, ask, cuda_driver, function
+from dynaflow.runtime.driver import DriverError, ask, cuda_driver, function, graph_nodes
 from dynaflow.runtime.lent import tensor_at
 
 log = logging.getLogger("dynaflow")
@@ -51,7 +51,7 @@ def replace_memsets(driver: Any, graph: Any, record: Callable[[Sequence[Fill]], 
     """How many memsets became kernels. Where the driver refuses, the graph does what it did; should it refuse to take back what it
     just added, that is no DriverError, and the graph is of no use."""
     found: list[tuple[Any, Fill]] = []
-    for node in _nodes(driver, graph):
+    for node in graph_nodes(driver, graph):
         if ask(driver.cuGraphNodeGetType, node) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
             memset = ask(driver.cuGraphMemsetNodeGetParams, node)
             if int(memset.height) <= 1:
@@ -96,19 +96,13 @@ def _record(driver: Any, fills: Sequence[Fill], stream: torch.cuda.Stream) -> Re
         finally:
             graph.capture_end()
     # one behind the other
-    nodes = _nodes(driver, driver.CUgraph(graph.raw_cuda_graph()))
+    nodes = graph_nodes(driver, driver.CUgraph(graph.raw_cuda_graph()))
     line = [node for node in nodes if not _neighbours(driver, "Dependencies", node)]
     while following := _neighbours(driver, "DependentNodes", line[-1]):
         line += following
     if len(line) != len(fills):
         raise DriverError(f"{len(fills)} fills were recorded as {len(line)} nodes")
     return line, graph
-
-
-def _nodes(driver: Any, graph: Any) -> list[Any]:
-    _, count = ask(driver.cuGraphGetNodes, graph, 0)
-    nodes, count = ask(driver.cuGraphGetNodes, graph, count)
-    return list(nodes[:count])
 
 
 def _neighbours(driver: Any, which: str, node: Any) -> list[Any]:

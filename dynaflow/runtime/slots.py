@@ -1,19 +1,13 @@
-"""Where a recording reads its inputs: slots, or the caller's own memory.
-
-On the path of every call. What is copied into a slot goes straight through CUDA's driver, where it lies as the slot does: torch's own
-copy takes the host twice as long, most of it to find out what is known here.
-"""
+"""Where a recording reads its inputs: slots, or the caller's own memory. On the path of every call."""
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
-from functools import cache
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import torch
 
-from dynaflow.runtime.turns import raw_stream
+from dynaflow.runtime.native import FitCheck, native
 
 
 def same_addresses(args: list[Any], table: list[Any], indices: list[int]) -> bool:
@@ -24,33 +18,17 @@ def same_addresses(args: list[Any], table: list[Any], indices: list[int]) -> boo
 # torch's own check of static inputs, in C++, where this build has it
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", same_addresses)
 
-# (to, from, bytes, stream) -> 0, or what is wrong
-Copy = Callable[[int, int, int, int], int]
-
-
-@cache
-def device_copy() -> Copy | None:
-    """The driver's copy from device to device; None where it cannot be reached."""
-    try:
-        copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
-    except (OSError, AttributeError):
-        return None
-    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    copy.restype = ctypes.c_int
-    return copy  # type: ignore[no-any-return]
-
 
 class Slot(NamedTuple):
     tensor: torch.Tensor
-    # the argument that it is for; its batch dim and how many rows there are with padding, where it has one
+    # the argument that it is for, and its class; its batch dim and how many rows there are with padding, where it has one
     arg: int
+    type: type
     rows: tuple[int, int] | None
-    # an argument that lies as the slot does is copied as one piece; None where that cannot be
-    copy: Copy | None
-    stride: tuple[int, ...]
+    # whether what lies like it can be copied byte by byte
+    is_piece: bool
     address: int
     nbytes: int
-    device: int
 
 
 class Slots:
@@ -72,6 +50,9 @@ class Slots:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (args[i].untyped_storage() for i in changed)}
         self._begins = sorted(storages)
         self._ends = [begin + storages[begin] for begin in self._begins]
+        made = native()
+        memory = list(zip(self._begins, self._ends))
+        self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked)
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""
@@ -79,6 +60,10 @@ class Slots:
 
     def fit(self, args: list[Any]) -> bool:
         """Whether all that is bound by address is where it was, and nothing that is copied lies in memory that is changed."""
+        return (self._check is not None and self._check(args)) or self._fit(args)
+
+    def _fit(self, args: list[Any]) -> bool:
+        """The same, slower; an argument may be of another class than it was."""
         if self._begins:
             for slot in self.each:
                 address = args[slot.arg].data_ptr()
@@ -87,13 +72,17 @@ class Slots:
                     return False
         return _same_addresses(args, self.table, self.checked)  # type: ignore[no-any-return]
 
-    def fill(self, args: Sequence[Any]) -> None:
-        for tensor, i, rows, copy, stride, address, nbytes, device in self.each:
-            arg = args[i]
-            is_whole = rows is None or arg.shape[rows[0]] == rows[1]
-            # where the driver refuses, torch says why, or does what it takes (makes its context this thread's, say)
-            if copy is None or not is_whole or arg.stride() != stride or copy(address, arg.data_ptr(), nbytes, raw_stream(device)):
-                (tensor if is_whole else tensor.narrow(rows[0], 0, arg.shape[rows[0]])).copy_(arg, True)  # type: ignore[index]
+    def fill(self, args: Sequence[Any]) -> bool:
+        for slot in self.each:
+            fill(slot, args)
+        return True
+
+
+def fill(slot: Slot, args: Sequence[Any]) -> None:
+    arg, tensor, rows = args[slot.arg], slot.tensor, slot.rows
+    if rows is not None and arg.shape[rows[0]] != rows[1]:
+        tensor = tensor.narrow(rows[0], 0, arg.shape[rows[0]])
+    tensor.copy_(arg, True)
 
 
 def _slot(arg: torch.Tensor, number: int, rows: tuple[int, int] | None) -> Slot:
@@ -106,5 +95,4 @@ def _slot(arg: torch.Tensor, number: int, rows: tuple[int, int] | None) -> Slot:
     is_plain = type(arg) in (torch.Tensor, torch.nn.Parameter) and not arg.is_conj() and not arg.is_neg()
     nbytes = tensor.numel() * tensor.itemsize
     is_piece = is_plain and 0 < nbytes == tensor.untyped_storage().nbytes()  # it lies without gaps
-    copy = device_copy() if is_piece and arg.is_cuda else None
-    return Slot(tensor, number, rows, copy, tensor.stride(), tensor.data_ptr(), nbytes, arg.device.index or 0)
+    return Slot(tensor, number, type(arg), rows, is_piece, tensor.data_ptr(), nbytes)

@@ -344,7 +344,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
             return outputs
 
     recordings, body = graphs.Recordings("toy", torch.device("cpu"), graphs.Pool()), Body()
-    monkeypatch.setattr(recordings, "make_recorder", lambda body: Recorder())
+    monkeypatch.setattr(recordings, "make_recorder", lambda body, feeds: Recorder())
     replay = recordings.trial([], body)
     gc.collect()
     assert body.made() is not None

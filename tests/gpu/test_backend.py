@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ if not torch.cuda.is_available():
 
 import dynaflow as df
 from dynaflow.capture import of
-from dynaflow.runtime import graphs, memsets
-from dynaflow.runtime.driver import ask, cuda_driver
+from dynaflow.runtime import feeds, graphs
+from dynaflow.runtime.driver import ask, cuda_driver, graph_nodes
 
 DEVICE = torch.device("cuda")
 
@@ -239,6 +240,51 @@ def test_workspaces_that_torch_gives_back_stay_the_recordings():
     assert all(bool((o == 3.0).all()) for o in others)
 
 
+def test_inputs_are_copied_by_the_recording_itself(monkeypatch):
+    """Each replay reads what its own call gave, though many are launched before the first has run; what lies otherwise is copied too."""
+    made, bind = [], feeds.Feeds.bind
+    monkeypatch.setattr(feeds.Feeds, "bind", lambda self, graph: bind(self, graph) or made.append(self))
+
+    def function(x, y, z):
+        return x * 2 + y, z + 1
+
+    fast = df.compile(function, strategy="sequential", runtime="graph")
+    kept = []
+    with torch.no_grad():
+        for number in range(40):
+            x, y = (torch.randn(33, 8, device=DEVICE) for _ in range(2))
+            z = torch.randint(100, (7,), device=DEVICE, dtype=torch.int16)
+            if number % 4 == 1:
+                x = torch.randn(33 * 8 + 1, device=DEVICE)[1:].view(33, 8)
+            elif number % 4 == 2:
+                x = torch.randn(8, 33, device=DEVICE).t()
+            wanted = function(x, y, z)
+            kept.append((wanted, [r.clone() for r in fast(x, y, z)]))
+            del x, y, z  # their memory is the next call's
+    torch.cuda.synchronize()
+    assert made and all(one.is_bound for one in made)
+    assert all(torch.equal(a, b) for wanted, got in kept for a, b in zip(wanted, got))
+
+
+def test_a_thread_that_has_not_used_the_device_replays_too():
+    model = nn.Linear(64, 64, device=DEVICE).eval()
+    fast, results = df.compile(model, strategy="sequential", runtime="graph", compiler="eager"), []
+    inputs = [torch.randn(8, 64, device=DEVICE) for _ in range(4)]
+    with torch.no_grad():
+        for x in inputs:
+            fast(x)
+
+        def run():
+            with torch.no_grad():
+                results.extend(fast(x).clone() for x in inputs)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        assert all(torch.allclose(a, model(x), atol=1e-4) for a, x in zip(results, inputs)) and len(results) == 4
+
+
 @torch.library.custom_op("test_backend::times_one", mutates_args=())
 def times_one(x: torch.Tensor) -> torch.Tensor:
     out, stream = torch.empty_like(x), torch.cuda.current_stream().cuda_stream
@@ -261,7 +307,7 @@ class Zeroing(nn.Module):
 
 
 def num_memsets(graph):
-    nodes = memsets._nodes(driver := cuda_driver(), driver.CUgraph(graph.raw_cuda_graph()))
+    nodes = graph_nodes(driver := cuda_driver(), driver.CUgraph(graph.raw_cuda_graph()))
     return sum(ask(driver.cuGraphNodeGetType, n) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET for n in nodes)
 
 

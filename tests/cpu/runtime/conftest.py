@@ -25,7 +25,7 @@ def counted(request, monkeypatch):
 
     monkeypatch.setattr(graphs.Recording, "__init__", init)
     if request.param == "recorded":
-        monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body: FakeRecorder())
+        monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: FakeRecorder())
     return made
 
 
@@ -33,5 +33,5 @@ def counted(request, monkeypatch):
 def recorder(monkeypatch):
     """Everything is recorded with a FakeRecorder; their common log."""
     log = []
-    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body: FakeRecorder(log))
+    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: FakeRecorder(log))
     return log

@@ -155,7 +155,7 @@ def test_what_cannot_be_recorded_runs_launch_by_launch(monkeypatch, caplog):
             raise RuntimeError("no memory for a graph")
 
     attempts = []
-    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body: Refusing())
+    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: Refusing())
     fast = df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph")
     with caplog.at_level(logging.WARNING, "dynaflow"):
         for _ in range(3 + graphs.MAX_FAILURES):
@@ -179,7 +179,7 @@ def test_an_attempt_that_fails_once_is_made_again(monkeypatch, caplog):
 
     attempts = []
     log = []
-    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body: Unlucky(log))
+    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: Unlucky(log))
     model = Net()
     fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph")
     cache = torch.zeros(6, 4)

@@ -57,7 +57,7 @@ def no_grad():
 @pytest.fixture
 def recorder(monkeypatch):
     log = []
-    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body: FakeRecorder(log))
+    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: FakeRecorder(log))
     return log
 
 

@@ -5,72 +5,37 @@ import ctypes
 import pytest
 import torch
 
-from dynaflow.runtime import slots
+from dynaflow.runtime import native, slots
 
 
-@pytest.fixture
-def copied(monkeypatch):
-    """The driver's copy, on the CPU's memory: how many bytes were copied each time."""
-    sizes = []
-
-    def copy(to, at, nbytes, stream):
-        if nbytes in refused:
-            return 201
-        ctypes.memmove(to, at, nbytes)
-        sizes.append(nbytes)
-        return 0
-
-    refused = set()
-    monkeypatch.setattr(slots, "raw_stream", lambda device: 7)
-
-    def make(args, rows=None):
-        made = slots.Slots(args, dict.fromkeys(range(len(args)), rows), [])
-        made.each = [slot._replace(copy=copy) for slot in made.each]
-        return made
-
-    make.sizes, make.refuse = sizes, refused.add
-    return make
+@pytest.fixture(params=["native", "in Python"])
+def way(request, monkeypatch):
+    """How arguments are looked through."""
+    if request.param == "in Python":
+        monkeypatch.setattr(slots, "native", lambda: None)
+    else:
+        assert native.native() is not None, "there is a C compiler wherever the tests run"
+        monkeypatch.setattr(slots.Slots, "_fit", lambda self, args: False)
 
 
-def is_filled(made, args):
-    return all(torch.equal(slot.tensor, arg) for slot, arg in zip(made.each, args))
+def test_rows_that_a_call_does_not_have_stay_as_they_are():
+    made = slots.Slots([torch.zeros(6, 4)], {0: (0, 6)}, [])
+    made.fill([torch.ones(6, 4)])
+    made.fill([torch.full((5, 4), 2.0)])
+    assert made.each[0].tensor[:, 0].tolist() == [2, 2, 2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("make", [lambda: torch.randn(3, 4), lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-                                  lambda: torch.randn(4, 3).t(), lambda: torch.randn(()), lambda: torch.randn(8)[2:5]])  # fmt: skip
-def test_what_lies_as_the_slot_does_is_copied_as_one_piece(copied, make):
-    args = [make()]
-    made = copied(args)
-    for _ in range(2):
-        args = [make()]
-        made.fill(args)
-        assert is_filled(made, args)
-    assert copied.sizes == [args[0].numel() * 4] * 2
-
-
-@pytest.mark.parametrize("why", ["it lies otherwise", "there are fewer rows", "the driver refuses", "twin"])
-def test_what_cannot_be_copied_as_one_piece_is_torchs_to_copy(copied, why):
-    made = copied([torch.randn(6, 4)], rows=(0, 6))
-    if why == "the driver refuses":
-        copied.refuse(6 * 4 * 4)
-    x = torch.randn(4, 6).t() if why == "it lies otherwise" else torch.randn(5, 4) if why == "there are fewer rows" else torch.randn(6, 4)
-    made.fill([x])
-    assert torch.equal(made.each[0].tensor[: len(x)], x)
-    assert bool(copied.sizes) == (why == "twin")
-
-
-def test_only_what_torch_would_copy_byte_by_byte_is_a_piece(monkeypatch):
-    """Here everything is as if on a device."""
-    monkeypatch.setattr(slots, "device_copy", lambda: len)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+def test_only_what_torch_would_copy_byte_by_byte_is_a_piece():
     x = torch.randn(4, dtype=torch.complex64)
-    args = [x, x.conj(), x.conj().imag, torch.randn(4, 6)[:, :3], torch.randn(0)]
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    args = [x, images, torch.randn(4, 3).t(), torch.randn(()), torch.randn(8)[2:5], x.conj(), x.conj().imag, torch.randn(4, 6)[:, :3],
+            torch.randn(0)]  # fmt: skip
     made = slots.Slots(args, dict.fromkeys(range(len(args))), [])
-    assert [slot.copy is not None for slot in made.each] == [True, False, False, False, False]
+    assert [slot.is_piece for slot in made.each] == [True] * 5 + [False] * 4
 
 
 @pytest.mark.parametrize("where", ["apart", "the same tensor", "a view in the middle", "other storage over the same memory"])
-def test_what_is_copied_must_not_lie_in_what_is_changed(where):
+def test_what_is_copied_must_not_lie_in_what_is_changed(way, where):
     x, caches = torch.randn(4), [torch.zeros(64) for _ in range(3)]
     args = [x, *caches]
     made = slots.Slots(args, {0: None}, [1, 2, 3])
@@ -81,12 +46,23 @@ def test_what_is_copied_must_not_lie_in_what_is_changed(where):
     assert made.fit([given[where], *caches]) == (where == "apart")
 
 
-def test_what_is_bound_by_address_must_be_where_it_was():
+def test_what_is_bound_by_address_must_be_where_it_was(way):
     x, weight, cache = torch.randn(4), torch.nn.Parameter(torch.randn(4)), torch.zeros(4)
     made = slots.Slots([x, weight, cache], {0: None}, [2])
     assert made.fit([x + 1, weight, cache]) and not made.fit([x, weight, torch.zeros(4)])
+    before = weight.data
     weight.data = torch.randn(4)
+    assert not made.fit([x, weight, cache])
+    weight.data = before
+    assert made.fit([x, weight, cache])
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.randn(4)))
     assert not made.fit([x, weight, cache])
     promised = slots.Slots([x, weight, cache], {0: None}, [2], promised=[1])
     weight.data = torch.randn(4)
     assert promised.fit([x, weight, cache]) and not promised.fit([x, weight, torch.zeros(4)])
+
+
+def test_an_argument_of_another_class_is_looked_at_all_the_same():
+    x, weight = torch.randn(4), torch.nn.Parameter(torch.randn(4))
+    made = slots.Slots([x, weight], {0: None}, [])
+    assert made.fit([torch.nn.Parameter(x), weight.detach()]) and not made.fit([x, weight.detach() + 1])

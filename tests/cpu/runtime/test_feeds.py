@@ -1,0 +1,122 @@
+"""Copies that are part of a recording: told before each replay where to read. The driver is made up, and copies when it is replayed."""
+
+import ctypes
+
+import pytest
+import torch
+
+from dynaflow.runtime import feeds, native, slots
+from dynaflow.runtime.driver import DriverError
+
+
+class Machine:
+    """A graph with the copies that were launched while it was captured. Their parameters are set as the driver's are: by value."""
+
+    def __init__(self):
+        self.captured, self.nodes, self.refuses, self.num_set = [], {}, False, 0
+        self._set = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(self._set_params)
+        self.set_params = ctypes.cast(self._set, ctypes.c_void_p).value
+
+    def function(self, unit):
+        return unit
+
+    @staticmethod
+    def words(kernel):
+        pointers = (ctypes.c_void_p * 3).from_address(kernel.params)
+        return kernel.function, *[ctypes.c_uint64.from_address(p).value for p in pointers]
+
+    def launch(self, kernel):
+        self.captured.append(self.words(kernel))
+
+    def find(self, graph, copies):
+        if graph is None:
+            raise DriverError("no such nodes")
+        self.nodes = dict(enumerate(self.captured, 1))
+        by_target = {target: node for node, (_, _, target, _) in self.nodes.items()}
+        return 77, [by_target[copy.slot.address] for copy in copies]
+
+    def _set_params(self, graph, node, params):
+        assert graph == 77
+        self.num_set += 1
+        if self.refuses:
+            return 1
+        self.nodes[node] = self.words(feeds.Kernel.from_address(params))
+        return 0
+
+    def replay(self):
+        for unit, source, target, count in self.nodes.values():
+            assert source % unit == target % unit == 0
+            ctypes.memmove(target, source, unit * count)
+
+
+def made(args, rows=None):
+    machine, held = Machine(), slots.Slots(args, {i: rows for i in range(len(args))}, [])  # noqa: C420
+    pieces = [slot for slot in held.each if slot.is_piece]
+    rest = [slot for slot in held.each if not slot.is_piece]
+    return machine, held, feeds.Feeds(pieces, rest, native.native(), machine)
+
+
+def recorded(args, rows=None):
+    machine, held, fed = made(args, rows)
+    held.fill(args)
+    fed.issue()
+    fed.bind("a graph")
+    assert fed.is_bound
+    machine.replay()
+    return machine, held, fed
+
+
+def is_read(machine, held, fed, args):
+    assert fed(args)
+    machine.replay()
+    return all(torch.equal(slot.tensor[: len(arg)] if slot.rows else slot.tensor, arg) for slot, arg in zip(held.each, args))
+
+
+def some():
+    return [torch.randn(3, 4), torch.randint(9, (5,), dtype=torch.int16), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            torch.randn(()), torch.randn(4, 6)[:, :3]]  # fmt: skip
+
+
+def test_replays_read_what_each_call_gives():
+    args = some()
+    machine, held, fed = recorded(args)
+    assert [word[0] for word in machine.nodes.values()] == [16, 1, 16, 4], "bytes at once; the last is torch's to copy"
+    for _ in range(3):
+        assert is_read(machine, held, fed, some())
+    assert machine.num_set == 3 * 4
+
+
+@pytest.mark.parametrize("why", ["it lies otherwise", "there are fewer rows", "it is not aligned", "twin"])
+def test_what_does_not_lie_as_its_slot_is_torchs_to_copy(why):
+    first = [torch.randn(6, 4), torch.randn(6, 4)]
+    machine, held, fed = recorded(first, rows=(0, 6))
+    x = {"it lies otherwise": torch.randn(4, 6).t(), "there are fewer rows": torch.randn(5, 4),
+         "it is not aligned": torch.randn(25)[1:].view(6, 4)}.get(why, torch.randn(6, 4))  # fmt: skip
+    assert is_read(machine, held, fed, [x, torch.randn(6, 4)])
+    sources = [machine.nodes[1][1] == held.each[0].address, machine.nodes[2][1] == held.each[1].address]
+    assert sources == [why != "twin", False], "a slot that was filled is copied onto itself"
+    assert is_read(machine, held, fed, [torch.randn(6, 4), x])
+    assert is_read(machine, held, fed, [torch.randn(6, 4), torch.randn(6, 4)])
+
+
+def test_a_driver_that_refuses_is_said_to():
+    machine, _, fed = recorded([torch.randn(4)])
+    machine.refuses = True
+    assert not fed([torch.randn(4)])
+
+
+def test_copies_that_are_not_found_read_their_slots():
+    args = [torch.randn(4)]
+    machine, held, fed = made(args)
+    fed.issue()
+    fed.bind(None)
+    assert not fed.is_bound
+    machine.nodes = dict(enumerate(machine.captured))
+    held.fill(args)
+    machine.replay()
+    assert torch.equal(held.each[0].tensor, args[0])
+
+
+def test_nothing_is_fed_but_on_cuda():
+    assert feeds.feeds_of(slots.Slots([torch.randn(4)], {0: None}, []), torch.device("cpu")) is None
+    assert feeds.feeds_of(None, torch.device("cuda")) is None
