@@ -91,8 +91,8 @@ ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=Non
 _serialised: ContextVar[bool] = ContextVar("dynaflow_serialised", default=False)
 
 
-def is_serialised() -> bool:
-    return _serialised.get()
+# whether calls run the same launches on one stream; on the path of every call
+is_serialised: Callable[[], bool] = _serialised.get
 
 
 @contextmanager

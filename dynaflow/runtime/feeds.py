@@ -159,6 +159,7 @@ class Feeds:
         self._native, self._device, self._rest = made, device, rest
         self._copies = [Copy(slot, device.function(unit), unit) for slot in pieces for unit in [_unit(slot)]]
         self._set: Any = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(device.set_params)
+        self._feed, self._num_copies = made.feed, len(self._copies)
         self._table: Any = None
 
     def issue(self) -> None:
@@ -183,20 +184,19 @@ class Feeds:
         self._table = (Feed * len(nodes))(*[
             Feed(facts, argument, copy.unit, copy.source_at, self._device.set_params, executable, node, ctypes.addressof(copy.kernel))
             for argument, copy, node in zip(self._described, self._copies, nodes)])  # fmt: skip
+        self._address = ctypes.addressof(self._table)
 
     def __call__(self, args: list[Any]) -> bool:
         """The next replay takes its inputs from these arguments; False where the driver refuses."""
-        table, copies = self._table, self._copies
-        num_copies = len(copies)
-        done = self._native.feed(args, table, 0, num_copies)
+        num_copies = self._num_copies
+        done = self._feed(args, self._address, 0, num_copies)
         while done < num_copies:
-            copy = copies[done]
+            copy, each = self._copies[done], self._table[done]
             fill(copy.slot, args)
             copy.read_itself()
-            each = table[done]
             if self._set(each.graph, each.node, each.params):
                 return False
-            done = self._native.feed(args, table, done + 1, num_copies)
+            done = self._feed(args, self._address, done + 1, num_copies)
         for slot in self._rest:
             fill(slot, args)
         return True

@@ -72,7 +72,7 @@ class FitCheck:
         self, native: Native, args: Sequence[Any], copied: Sequence[int], changed: Sequence[tuple[int, int]], bound: Sequence[int]
     ):
         """`changed`: where memory that is changed begins and ends."""
-        self._call = native.fit
+        self.function = native.fit
         tables: tuple[ctypes.Array[Any], ...] = (
             (Argument * len(copied))(*[describe(args[i], i, has_lie=False) for i in copied]),
             (Range * len(changed))(*[Range(*each) for each in changed]),
@@ -81,10 +81,10 @@ class FitCheck:
         )
         facts = Fit(ctypes.addressof(native.facts), len(copied), len(changed), len(bound), *[ctypes.addressof(t) for t in tables])
         self._kept = (native, tables, facts)
-        self._facts = ctypes.addressof(facts)
+        self.facts = ctypes.addressof(facts)
 
     def __call__(self, args: list[Any]) -> bool:
-        return not self._call(args, self._facts)
+        return not self.function(args, self.facts)
 
 
 def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import torch
 
@@ -53,6 +53,9 @@ class Slots:
         made = native()
         memory = list(zip(self._begins, self._ends))
         self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked)
+        # 0: all is where it was
+        self._function: Callable[[list[Any], int], int] = (lambda args, facts: 1) if self._check is None else self._check.function
+        self._facts = 0 if self._check is None else self._check.facts
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""
@@ -60,7 +63,7 @@ class Slots:
 
     def fit(self, args: list[Any]) -> bool:
         """Whether all that is bound by address is where it was, and nothing that is copied lies in memory that is changed."""
-        return (self._check is not None and self._check(args)) or self._fit(args)
+        return not self._function(args, self._facts) or self._fit(args)
 
     def _fit(self, args: list[Any]) -> bool:
         """The same, slower; an argument may be of another class than it was."""
