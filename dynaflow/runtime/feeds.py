@@ -24,7 +24,7 @@ log = logging.getLogger("dynaflow")
 BLOCK, MAX_BLOCKS = 256, 512
 
 # bytes that a thread copies at once -> how it loads and stores them
-_UNITS = {16: ("v4.u32", "{%r5, %r6, %r7, %r8}"), 4: ("u32", "%r5"), 1: ("u8", "%r5")}
+_UNITS = {16: ("v4.u32", "{%r5, %r6, %r7, %r8}"), 8: ("v2.u32", "{%r5, %r6}"), 4: ("u32", "%r5"), 2: ("u16", "%r5"), 1: ("u8", "%r5")}
 
 _ENTRY = """
 .visible .entry copy{unit}(.param .u64 source, .param .u64 target, .param .u64 count)
@@ -102,6 +102,7 @@ class Device(Protocol):
 
 class CudaDevice:
     def __init__(self, index: int):
+        cuda_driver()  # without it, nothing that is recorded is found again
         try:
             library = ctypes.CDLL("libcuda.so.1")
             self._launch, set_params = library.cuLaunchKernel, library.cuGraphExecKernelNodeSetParams_v2
@@ -175,12 +176,12 @@ class Feeds:
         """They were recorded in this graph, which is executable. Where they cannot be changed in it, they read the slots for good."""
         try:
             executable, nodes = self._device.find(graph, self._copies)
-        except DriverError as error:
+            self._described = [describe(copy.slot.tensor, copy.slot.arg) for copy in self._copies]
+        except (DriverError, OSError) as error:
             return _say(str(error))
         facts = ctypes.addressof(self._native.facts)
-        self._described = [describe(copy.slot.tensor, copy.slot.arg) for copy in self._copies]
         for argument, copy in zip(self._described, self._copies):
-            argument.type = id(copy.slot.type)
+            argument.type = id(copy.slot.type)  # the slot keeps it
         self._table = (Feed * len(nodes))(*[
             Feed(facts, argument, copy.unit, copy.source_at, self._device.set_params, executable, node, ctypes.addressof(copy.kernel))
             for argument, copy, node in zip(self._described, self._copies, nodes)])  # fmt: skip

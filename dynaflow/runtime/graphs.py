@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from dynaflow.runtime.driver import DriverError
 from dynaflow.runtime.feeds import Feeds, feeds_of
 from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
@@ -311,7 +312,7 @@ class Bucket:
         for number, recording in enumerate(self.recordings):
             if borrow or number == MAX_ROTATION or recording.lent.is_gone():
                 if not recording.feed(args):
-                    raise _Unrecordable("the driver refuses to change where its inputs are read")
+                    raise _Refused
                 recording.replay()
                 self.num_replays += 1
                 break
@@ -334,6 +335,8 @@ class Recordings:
         self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._kept: OrderedDict[Any, Bucket] = OrderedDict()
         self._num_wasted = 0
+        # whether recordings may copy their inputs themselves
+        self._may_feed = True
 
     def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
@@ -358,7 +361,7 @@ class Recordings:
             if outlived:
                 let_go()
             if not recording.feed(args):
-                return self._run(key, bucket, args)
+                return self._run(key, bucket, args)  # once more
             recording.replay()
             bucket.num_replays += 1
             return [o.data for o in recording.outputs] if borrow else recording.lent.lend()
@@ -395,6 +398,11 @@ class Recordings:
             let_go()
             try:
                 return bucket.run(args, self._record, self._borrow)
+            except _Refused:  # of what is recorded from now on, torch copies the inputs
+                self._may_feed = False
+                self._kept.pop(key, None)
+                log.warning("%s: the driver refuses to change where a CUDA Graph reads; inputs are copied ahead of it", self._name)
+                return None
             except _Unrecordable as error:
                 self._kept.pop(key, None)
                 self._failures[key] = self._failures.get(key, 0) + 1
@@ -431,7 +439,7 @@ class Recordings:
     def _make(self, given: Sequence[Any], body: Body, slots: Slots | None) -> Recording:
         """`slots`: None for a recording that is not kept for calls."""
         while True:
-            feeds = feeds_of(slots, self._device)
+            feeds = feeds_of(slots, self._device) if self._may_feed else None
             recorder = self.make_recorder(body, feeds)
             is_first = self._pool.is_new()
             # With eager steps, what comes before a failure has run already: it must not run twice on the caller's tensors.
@@ -442,6 +450,10 @@ class Recordings:
             except Exception as error:
                 for tensor, before in saved:
                     tensor.copy_(before)
+                if isinstance(error, DriverError) and feeds is not None:
+                    log.info("%s: inputs are copied ahead of its CUDA Graphs: %s", self._name, error)
+                    self._may_feed = False
+                    continue
                 if not body.learn(error):
                     raise _Unrecordable(f"{type(error).__name__}: {error}") from error
                 log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
@@ -459,3 +471,7 @@ class Recordings:
 
 class _Unrecordable(Exception):
     pass
+
+
+class _Refused(Exception):
+    """A recording cannot be told where its inputs are."""

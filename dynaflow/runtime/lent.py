@@ -42,18 +42,24 @@ class Lent:
         # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
         self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])
-        # the same for the caller's; those that share their memory share a storage, which they all use
-        storages = {m: _storage_at(*m) for m in dict.fromkeys(shared)}
-        self._shared = [_over(storages[memory[n]], outputs[n]) for n in self._callers]
+        self._memory = memory
+        self._stand()
+
+    def _stand(self) -> None:
+        """The same for the caller's; those that share their memory share a storage, which they all use. Of each storage: Python's object
+        for it, its handle, where it is, and how much uses it while nobody has any of it."""
+        storages = {m: _storage_at(*m) for m in dict.fromkeys(self._memory[n] for n in self._callers)}
+        self._shared = [_tensor_over(storages[self._memory[n]], _lie(self._outputs[n])) for n in self._callers]
+        self._unused = [(s, s._cdata, m[0], 0) for m, s in storages.items()]
         del storages
-        self._unused = [(storage, handle, _num_uses(handle)) for storage, handle in {h: (s, h) for _, s, h in self._shared}.values()]
+        self._unused = [(s, handle, address, _num_uses(handle)) for s, handle, address, _ in self._unused]
         self._refs_unused = _references_to_storage(self._unused)
 
     def lend(self) -> list[torch.Tensor]:
         if not self.saved:
-            return [tensor.data for tensor, _, _ in self._shared]
+            return [tensor.data for tensor in self._shared]
         found: list[Any] = [None] * len(self._outputs)
-        for n, (tensor, _, _) in zip(self._callers, self._shared):
+        for n, tensor in zip(self._callers, self._shared):
             found[n] = tensor.data
         for n, (tensor, _, _) in zip(self.saved, self.standing):
             found[n] = tensor
@@ -61,7 +67,10 @@ class Lent:
 
     def is_gone(self) -> bool:
         """Whether nobody refers to what was handed out last."""
-        for storage, handle, num_uses in self._unused:
+        for storage, handle, address, num_uses in self._unused:
+            if storage.data_ptr() != address:  # somebody moved it to memory that processes share: it is theirs, and ours is free
+                self._stand()
+                return self.is_gone()
             if _num_uses(handle) > num_uses or getrefcount(storage) > self._refs_unused:
                 return False
         return _are_alone(self.standing, *self._alone)
@@ -73,9 +82,9 @@ class Lent:
             outlived[next(_numbers)] = self
 
 
-def _references_to_storage(unused: Sequence[tuple[Any, int, int]]) -> int:
+def _references_to_storage(unused: Sequence[tuple[Any, int, int, int]]) -> int:
     """As `Lent.is_gone` counts them."""
-    for storage, _, _ in unused:
+    for storage, _, _, _ in unused:
         return getrefcount(storage)
     return 0
 

@@ -8,17 +8,20 @@
 struct torch {
     void *(*item)(void *list, int64_t number);
     int32_t (*address)(const void *tensor, void **found);
+    int32_t (*num_dims)(const void *tensor, int64_t *found);
     int32_t (*sizes)(const void *tensor, int64_t **found);
     int32_t (*strides)(const void *tensor, int64_t **found);
+    int32_t (*facts[3])(const void *tensor, int32_t *found); /* dtype, kind of device, number of device */
     int64_t type_at, flag_at, tensor_at; /* flag_at: a byte that is zero where the object's tensor is its own; negative: none */
 };
 
-/* an argument as it was; num_dims: how many sizes and strides follow in `lie`, sizes first; negative: any will do */
+/* an argument as it was; num_dims: how many sizes and strides follow in `lie`, sizes first; negative: it may lie, and be, what it likes */
 struct argument {
     int64_t number;
     void *type;
     int64_t num_dims;
     const int64_t *lie;
+    int32_t facts[3];
 };
 
 /* memory from begin to before end */
@@ -45,19 +48,26 @@ struct feed {
     const void *params;
 };
 
+/* whether a tensor is of another kind, or lies otherwise; how far apart the rows of one row are does not matter */
+static int differs(const struct torch *torch, const void *tensor, const struct argument *argument) {
+    int64_t num_dims, *sizes, *strides;
+    int32_t fact;
+    for (int i = 0; i < 3; i++)
+        if (torch->facts[i](tensor, &fact) || fact != argument->facts[i]) return 1;
+    if (torch->num_dims(tensor, &num_dims) || num_dims != argument->num_dims) return 1;
+    if (torch->sizes(tensor, &sizes) || torch->strides(tensor, &strides)) return 1;
+    for (int64_t i = 0; i < num_dims; i++)
+        if (sizes[i] != argument->lie[i] || (sizes[i] != 1 && strides[i] != argument->lie[num_dims + i])) return 1;
+    return 0;
+}
+
 /* where an argument's memory is; 0 for success */
 static int find(const struct torch *torch, void *args, const struct argument *argument, void **found) {
     char *object = torch->item(args, argument->number);
     if (!object || *(void **)(object + torch->type_at) != argument->type) return 1;
     if (torch->flag_at >= 0 && object[torch->flag_at]) return 1;
     const void *tensor = object + torch->tensor_at;
-    if (argument->num_dims >= 0) {
-        int64_t *sizes, *strides;
-        if (torch->sizes(tensor, &sizes) || torch->strides(tensor, &strides)) return 1;
-        for (int64_t i = 0; i < argument->num_dims; i++)
-            if (sizes[i] != argument->lie[i] || strides[i] != argument->lie[argument->num_dims + i]) return 1;
-    }
-    return torch->address(tensor, found);
+    return (argument->num_dims >= 0 && differs(torch, tensor, argument)) || torch->address(tensor, found);
 }
 
 /* 0: all arguments are where a recording may take them to be */

@@ -80,7 +80,7 @@ def some():
 def test_replays_read_what_each_call_gives():
     args = some()
     machine, held, fed = recorded(args)
-    assert [word[0] for word in machine.nodes.values()] == [16, 1, 16, 4], "bytes at once; the last is torch's to copy"
+    assert [word[0] for word in machine.nodes.values()] == [16, 2, 16, 4], "bytes at once; the last is torch's to copy"
     for _ in range(3):
         assert is_read(machine, held, fed, some())
     assert machine.num_set == 3 * 4
@@ -97,6 +97,20 @@ def test_what_does_not_lie_as_its_slot_is_torchs_to_copy(why):
     assert sources == [why != "twin", False], "a slot that was filled is copied onto itself"
     assert is_read(machine, held, fed, [torch.randn(6, 4), x])
     assert is_read(machine, held, fed, [torch.randn(6, 4), torch.randn(6, 4)])
+
+
+@pytest.mark.parametrize("given", [torch.arange(4, dtype=torch.int32), torch.randn(4, dtype=torch.float16), torch.randn(4).double()])
+def test_what_is_of_another_kind_is_torchs_to_copy(given):
+    machine, held, fed = recorded([torch.randn(4)])
+    assert fed([given])
+    machine.replay()
+    assert torch.equal(held.each[0].tensor, given.float())
+
+
+def test_how_far_apart_rows_are_does_not_matter_where_there_is_one():
+    machine, held, fed = recorded([torch.randn(1, 5, 8)[:, -1]])
+    assert is_read(machine, held, fed, [torch.randn(1, 7, 8)[:, -1]])
+    assert machine.nodes[1][1] != held.each[0].address
 
 
 def test_a_driver_that_refuses_is_said_to():

@@ -14,7 +14,9 @@ from torch import nn
 import dynaflow as df
 from dynaflow import recorded
 from dynaflow.runtime import generated, graphs, slots
+from dynaflow.runtime.driver import DriverError
 from tests.cpu.runtime.models import Net, sine
+from tests.cpu.runtime.recorder import FakeRecorder
 from tests.cpu.runtime.test_buckets import REFUSED
 from tests.cpu.runtime.test_pieces import CUTS, Interrupted
 
@@ -439,3 +441,39 @@ def test_work_as_a_replay(monkeypatch, is_bad):
     assert done == ["begin", "work", "abort" if is_bad else "again"]
     assert graphs.one_at_a_time.acquire(blocking=False)
     graphs.one_at_a_time.release()
+
+
+@pytest.mark.parametrize("fault", ["on replay", "while it is recorded", ""])
+def test_where_copies_cannot_be_recorded_torch_makes_them(recorder, monkeypatch, caplog, fault):
+    """Recordings go on, over slots that are filled ahead of them."""
+    caplog.set_level(logging.INFO, "dynaflow")
+    made = []
+
+    class Feeds:
+        is_bound = True
+
+        def __init__(self, held):
+            self.held = held
+            made.append(self)
+
+        def __call__(self, args):
+            return fault != "on replay" and self.held.fill(args)
+
+    class Recorder(FakeRecorder):
+        def __init__(self, feeds):
+            super().__init__()
+            self.feeds = feeds
+
+        def begin(self):
+            super().begin()
+            if self.feeds is not None and fault == "while it is recorded":
+                raise DriverError("cuLaunchKernel says 1")
+
+    monkeypatch.setattr(graphs, "feeds_of", lambda held, device: None if held is None else Feeds(held))
+    monkeypatch.setattr(graphs.Recordings, "make_recorder", lambda self, body, feeds: Recorder(feeds))
+    fast = df.compile(lambda x: torch.sin(x) * 2, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    for _ in range(6):
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(fast(x), torch.sin(x) * 2)
+    assert len(made) == 1 and df.stats(fast).planned_calls == 6
+    assert ("copied ahead of" in caplog.text) == bool(fault)

@@ -1,6 +1,7 @@
 """Memory that is handed out again: somebody has it as long as anything refers to it."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -105,3 +106,34 @@ def test_memory_stays_while_somebody_has_it(saved):
     lent.let_go()
     gc.collect()
     assert there() is None
+
+
+@pytest.mark.parametrize("hold", HOLDERS[:-1])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_outputs_that_share_memory_are_held_as_others_are(lend, hold, order):
+    """Two halves of one memory, and one alone; the same with outputs that have no memory at all."""
+    both, alone = torch.randn(8), torch.randn(4)
+    for outputs in ([both[:4], both[4:], alone], [torch.randn(0), torch.randn(0, 3), alone]):
+        made = lend([outputs[n] for n in order])
+        for number in range(3):
+            if not outputs[order[number]].numel():
+                continue
+            held = hold(made.lend()[number])
+            assert not made.is_gone()
+            del held
+            assert made.is_gone()
+
+
+def test_an_output_that_is_moved_to_shared_memory_is_the_callers_alone(lend):
+    """As by a queue between processes."""
+    memory = torch.randn(4)
+    made = lend([memory, torch.randn(4)])
+    (sent, _), wanted = made.lend(), memory.clone()
+    sent.share_memory_()
+    assert made.is_gone(), "nobody has what a recording writes to"
+    memory.fill_(7)
+    assert torch.equal(sent, wanted) and torch.equal(made.lend()[0], memory)
+    kept = made.lend()
+    assert not made.is_gone()
+    del kept
+    assert made.is_gone()

@@ -1,18 +1,20 @@
 """The compiled check of a call's arguments: what it is told of torch's objects is tried out before it is used."""
 
+import gc
 import logging
 import subprocess
+import weakref
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from dynaflow.runtime import native
 
 
 @pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """As in a process that has not compiled it yet, on a disk that has not seen it."""
-    monkeypatch.setenv("DYNAFLOW_DIR", str(tmp_path))
+def fresh():
+    """As in a process that has not compiled it yet."""
     native.native.cache_clear()
     yield
     native.native.cache_clear()
@@ -21,10 +23,21 @@ def fresh(monkeypatch, tmp_path):
 def test_is_compiled_once(fresh, monkeypatch):
     runs, real = [], subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: runs.append(args) or real(*args, **options))
-    assert native.native() is not None
-    native.native.cache_clear()
-    assert native.native() is not None and len(runs) == 1
+    assert native.native() is native.native() is not None and len(runs) == 1
 
+
+def test_a_compiler_that_does_not_work_is_not_the_last(fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert native.native() is not None
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+def test_the_first_use_may_be_under_a_mode(fresh, mode):
+    with mode():
+        assert native.native() is not None
 
 
 def wrong_function(monkeypatch):
@@ -33,6 +46,17 @@ def wrong_function(monkeypatch):
     def facts():
         found = real()
         found.address = found.sizes
+        return found
+
+    monkeypatch.setattr(native, "_facts", facts)
+
+
+def wrong_lie(monkeypatch):
+    real = native._facts
+
+    def facts():
+        found = real()
+        found.strides = found.sizes
         return found
 
     monkeypatch.setattr(native, "_facts", facts)
@@ -52,7 +76,7 @@ def no_such_object(monkeypatch):
     monkeypatch.setattr(native, "_offset", lambda value_of: (_ for _ in ()).throw(OSError("laid out otherwise")))
 
 
-@pytest.mark.parametrize("fault", [wrong_function, no_compiler, broken_source, no_such_object])
+@pytest.mark.parametrize("fault", [wrong_function, wrong_lie, no_compiler, broken_source, no_such_object])
 def test_is_not_used_where_something_is_wrong(fresh, monkeypatch, tmp_path, caplog, fault):
     caplog.set_level(logging.INFO, "dynaflow")
     fault(*[monkeypatch, tmp_path][: fault.__code__.co_argcount])
@@ -65,3 +89,17 @@ def test_tensors_are_found_in_their_objects():
     for tensor in (torch.randn(3), torch.nn.Parameter(torch.randn(2))):
         check = native.FitCheck(made, [tensor], [], [], [0])
         assert check([tensor]) and not check([torch.randn(3)]) and not check([None])
+
+
+def test_a_class_that_is_gone_is_nobody_elses(fresh):
+    """C knows classes by their addresses."""
+    kind = type("Mine", (torch.Tensor,), {})
+    arg = torch.randn(4).as_subclass(kind)
+    check = native.FitCheck(native.native(), [arg], [], [], [0])
+    gone = weakref.ref(kind)
+    del kind, arg
+    gc.collect()
+    assert gone() is not None
+    del check
+    gc.collect()
+    assert gone() is None
