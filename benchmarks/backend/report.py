@@ -151,9 +151,8 @@ def _pair(pair: Result | None) -> str:
 def _host_table(rows: Sequence[Result]) -> list[str]:
     names = list(dict.fromkeys(name for r in rows for name in r.get("host", {})))
     lines = ["## Host", "", "Microseconds until the call returns, median (spread); one variant a few times in a row, the queue kept "
-             "short. Dynamo's guards: the same model with a backend that does nothing. Rows whose guards take twice as long as "
-             "others' were measured while the machine was slow, which nothing here corrects; a fixed loop of Python, the same in every "
-             "row, says how slow (rows without it are older).", "",
+             "short. Dynamo's guards: the same model with a backend that does nothing. The machine is not equally fast at all times, which "
+             "nothing here corrects: a fixed loop of Python, the same in every row, says how fast it was (rows without it are older).", "",
              "| row | " + " | ".join(names) + " | copied inputs |", "|---|" + "---|" * (len(names) + 1)]  # fmt: skip
     for r in rows:
         cells = [f"{f['median_us']:.0f} ({f['spread_us']:.0f})" if (f := r.get("host", {}).get(n)) else "-" for n in names]

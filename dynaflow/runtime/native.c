@@ -48,7 +48,7 @@ struct feed {
     const void *params;
 };
 
-/* whether a tensor is of another kind, or lies otherwise; how far apart the rows of one row are does not matter */
+/* whether a tensor is of another kind, or lies otherwise; strides of dims of size 1 mean nothing */
 static int differs(const struct torch *torch, const void *tensor, const struct argument *argument) {
     int64_t num_dims, *sizes, *strides;
     int32_t fact;

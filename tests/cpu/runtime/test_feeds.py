@@ -50,7 +50,7 @@ class Machine:
 
 
 def made(args, rows=None):
-    machine, held = Machine(), slots.Slots(args, {i: rows for i in range(len(args))}, [])  # noqa: C420
+    machine, held = Machine(), slots.Slots(args, dict.fromkeys(range(len(args)), rows), [])
     pieces = [slot for slot in held.each if slot.is_piece]
     rest = [slot for slot in held.each if not slot.is_piece]
     return machine, held, feeds.Feeds(pieces, rest, native.native(), machine)

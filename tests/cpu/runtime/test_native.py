@@ -40,26 +40,24 @@ def test_the_first_use_may_be_under_a_mode(fresh, mode):
         assert native.native() is not None
 
 
-def wrong_function(monkeypatch):
+def mistake(monkeypatch, one, other):
+    """One of torch's functions for another."""
     real = native._facts
 
     def facts():
         found = real()
-        found.address = found.sizes
+        setattr(found, one, getattr(found, other))
         return found
 
     monkeypatch.setattr(native, "_facts", facts)
+
+
+def wrong_address(monkeypatch):
+    mistake(monkeypatch, "address", "sizes")
 
 
 def wrong_lie(monkeypatch):
-    real = native._facts
-
-    def facts():
-        found = real()
-        found.strides = found.sizes
-        return found
-
-    monkeypatch.setattr(native, "_facts", facts)
+    mistake(monkeypatch, "strides", "sizes")
 
 
 def no_compiler(monkeypatch):
@@ -71,12 +69,13 @@ def broken_source(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "SOURCE", tmp_path / "native.c")
 
 
-def no_such_object(monkeypatch):
-    monkeypatch.setattr(native, "_samples", lambda: [object(), object()])
-    monkeypatch.setattr(native, "_offset", lambda value_of: (_ for _ in ()).throw(OSError("laid out otherwise")))
+def another_layout(monkeypatch):
+    """No word of a tensor's object is what is looked for."""
+    real = native._offset
+    monkeypatch.setattr(native, "_offset", lambda value_of: real(type if value_of is type else lambda t: 1))
 
 
-@pytest.mark.parametrize("fault", [wrong_function, wrong_lie, no_compiler, broken_source, no_such_object])
+@pytest.mark.parametrize("fault", [wrong_address, wrong_lie, no_compiler, broken_source, another_layout])
 def test_is_not_used_where_something_is_wrong(fresh, monkeypatch, tmp_path, caplog, fault):
     caplog.set_level(logging.INFO, "dynaflow")
     fault(*[monkeypatch, tmp_path][: fault.__code__.co_argcount])
