@@ -73,8 +73,9 @@ def summary(rows: Sequence[Result]) -> Result:
         for name in STRATEGIES
         if (own := [r["speedup"] for r in rows if r["config"].get("strategy") == name and r["speedup"]])
     }
+    known = {r["config"].get("workload") for r in rows}
     return {
-        "rows": len(rows), "measured": len(speedups), "emulated": True,
+        "rows": len(rows), "measured": len(speedups), "emulated": True, "not_run": [w.name for w in WORKLOADS if w.name not in known],
         "geomean_speedup": round(geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
         "strategies": by_strategy, "not_available": sorted({r["config"]["strategy"] for r in rows if r.get("is_available") is False}),
         "not_equal": [r["row"] for r in rows if r["speedup"] and r["equal"] != "bit"], **store.counted(targets(rows)),
@@ -126,6 +127,8 @@ def markdown(rows: Sequence[Result]) -> str:
         "streams, nothing waiting for anything. `bound`: sequential over `beside`. `hidden`: what overlapping saves over one stream, of "
         "what `beside` saves.", "",
     ]  # fmt: skip
+    if s["not_run"]:
+        lines += ["Workloads that were not run:", "", *(f"- {name}" for name in s["not_run"]), ""]
     lines += store.losses(s)
     missed = [t for t in targets(rows) if t["note"] and not t["is_met"]]
     if why := [f"- {t['what']}: {shown(t['value'])} of {shown(t['limit'])}; {t['note']}" for t in missed]:

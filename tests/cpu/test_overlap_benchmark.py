@@ -153,6 +153,8 @@ def test_file_has_the_form_of_a_result(results, tmp_path):
     assert whole["suite"] == "overlap" and all(set(r) >= FORM and r["emulated"] for r in whole["rows"]) and whole["summary"]["emulated"]
     assert "emulated" in report.table(whole["rows"]) and "network is emulated" in report.markdown(whole["rows"])
     assert whole["summary"]["not_available"] == ["DualBatch"]
+    not_run, page = whole["summary"]["not_run"], report.markdown(whole["rows"])
+    assert "deepseek-v3 ep8 decode 64" not in not_run and len(not_run) == len(WORKLOADS) - 1 and all(f"\n- {w}\n" in page for w in not_run)
     suite.plot(whole["rows"], path)
     assert path.with_suffix(".png").exists()
 
