@@ -10,19 +10,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import random
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.cases import Call, Case
+from benchmarks.pace import Core
 
 # what one block of steps may take
 BLOCK_MS = 25.0
@@ -151,30 +150,22 @@ HOST_STEPS, HOST_DROPPED = 10, 4
 LAUNCHED_STEPS, LAUNCHED_DROPPED = 4, 1
 
 
-@contextlib.contextmanager
-def on_one_core() -> Iterator[None]:
-    """This thread stays where it is: another core has none of its data at hand."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def host_us(
     case: Case, calls: Mapping[str, Call], device: str, count: int = 200, base: str = "", launched: Collection[str] = ()
-) -> dict[str, dict[str, float]]:
-    """Time on the host until a call returns, of each variant, taken in turns. The queue is emptied before each turn, so that it never
-    pushes back. `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn. `launched`:
-    variants that launch kernel by kernel."""
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Time on the host until a call returns, of each variant, taken in turns, on one core; and what is to be known of the machine. The
+    queue is emptied before each turn, so that it never pushes back. Turns while the machine was slow are left out, unless they all were.
+    `over_base_us`: the median, over turns, of what a variant took more than the base did in the same turn. `launched`: variants that
+    launch kernel by kernel."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    was_fast: list[bool] = []
     result: Any = None
     gc.collect()
     gc.disable()
     try:
-        with on_one_core():
+        with Core() as core:
             for _ in range(-(-count // (HOST_STEPS - HOST_DROPPED))):
+                core.settle()
                 for name, call in calls.items():
                     block = []
                     num_steps, num_dropped = (LAUNCHED_STEPS, LAUNCHED_DROPPED) if name in launched else (HOST_STEPS, HOST_DROPPED)
@@ -188,9 +179,14 @@ def host_us(
                         result = call(inputs)
                         block.append((time.perf_counter() - began) * 1e6)
                     times[name].append(block[num_dropped:])
+                was_fast.append(core.is_fast())
     finally:
         gc.enable()
     del result
+    num_kept = sum(was_fast) or len(was_fast)
+    machine = {"turns": len(was_fast), "turns_kept": num_kept, "loop_us": round(core.best_us, 1), "moves": core.num_moves}
+    if any(was_fast):
+        times = {name: [block for block, fast in zip(blocks, was_fast) if fast] for name, blocks in times.items()}
     turns = {name: [statistics.median(block) for block in blocks] for name, blocks in times.items()}
     found = {}
     for name, blocks in times.items():
@@ -198,4 +194,4 @@ def host_us(
         found[name] = {"median_us": statistics.median(us), "spread_us": spread(us), "tenth_us": us[len(us) // 10]}
         if base in turns:
             found[name]["over_base_us"] = statistics.median(a - b for a, b in zip(turns[name], turns[base]))
-    return {name: {what: round(us, 1) for what, us in figures.items()} for name, figures in found.items()}
+    return {name: {what: round(us, 1) for what, us in figures.items()} for name, figures in found.items()}, machine

@@ -293,7 +293,7 @@ class CapturedGraph:
         if is_serialised() or is_profiling():
             return None
         bound = self._steady.get(self.read_sizes(args) if self._order else ())
-        outputs = self._recordings.replay(bound, list(args)) if bound is not None and self._recordings is not None else None
+        outputs = self._recordings.replay(bound, args) if bound is not None and self._recordings is not None else None
         if outputs is None or bound is None:
             return None
         self.settings.count_planned(bound.num_launches, bound.num_part_launches, num_calls=1)

@@ -35,7 +35,7 @@ def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], va
             value = ours["first_s"] / theirs["first_s"] if "first_s" in ours and "first_s" in theirs else None
             note = ours.get("note", "") or theirs.get("note", "")
             targets.append(target(f"time to first result, {when}: {name} / {COMPILE}", value, MAX_RATIO, note))
-    return {"repetitions": 1, "first": found, "against": COMPILE, "targets": targets}
+    return {"repetitions": fresh.NUM_WARM, "first": found, "against": COMPILE, "targets": targets}
 
 
 def layers_section(tiny: bool, device: str, options: dict[str, Any]) -> Result:

@@ -68,17 +68,6 @@ def needed(section: str, case: Case) -> tuple[str, ...]:
 # -- 1. host
 
 
-# nothing but Python, the same in every row: where it takes longer, the machine was slower
-PACE = "a fixed loop"
-
-
-def run_loop(number: int) -> int:
-    counts: dict[int, int] = {}
-    for i in range(400):
-        counts[i % 61] = counts.get(i % 61, number) + i
-    return len(counts)
-
-
 def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
     made = variants.some(*needed("host", case))
     calls = {name: v.call for name, v in made.items()}
@@ -88,8 +77,7 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
             # what a step takes that has guards and a graph, and nothing else: a launch leaves the host's caches to the guards that follow
             guards, graph = calls[GUARDS], calls[COMPILE_GRAPH]
             calls[BARE] = lambda number: (guards(number), graph(number))
-    calls[PACE] = run_loop
-    figures = host_us(case, calls, variants.device, effort.host_steps, GUARDS, launched=(COMPILE, OURS))
+    figures, machine = host_us(case, calls, variants.device, effort.host_steps, GUARDS, launched=(COMPILE, OURS))
     limit = HOST_US + HOST_US_PER_INPUT * case.num_inputs
     bare = [figures.get(name, {}).get(what) for name, what in ((REPLAY, "median_us"), (COMPILE_GRAPH, "median_us"), (BARE, "over_base_us"))]
     note = f"a graph's launch alone takes {bare[0]}, with its copies {bare[1]}, behind the guards {bare[2]}" if None not in bare else ""
@@ -99,7 +87,7 @@ def host_section(case: Case, variants: Variants, effort: Effort) -> Result:
     ]
     guards = figures.get(GUARDS, {}).get("median_us")
     return {"repetitions": effort.host_steps, "host": figures, "copied_inputs": case.num_inputs, "guards_us": guards,
-            "is_on_one_core": True, "targets": targets}  # fmt: skip
+            "machine": machine, "targets": targets}  # fmt: skip
 
 
 # -- 2. time

@@ -85,7 +85,7 @@ class Suite(runner.Shard):
                 continue
             wishes = {name: self._wish() | {"phase": "first", "row": row.name, "variant": name} for name in (COMPILE, OURS)}
             with turn.sharing():
-                found = {"repetitions": 1, "first": fresh.cold_and_warm("branches", wishes), "against": COMPILE}
+                found = {"repetitions": fresh.NUM_WARM, "first": fresh.cold_and_warm("branches", wishes), "against": COMPILE}
             config = report.config(row, self.args.tiny, self.args.options)
             new = stamped(row.name, "first", config, found, self.made_by, self.args.device)
             report.save(self.args.json, report.merged(load(self.args.json), [new]))

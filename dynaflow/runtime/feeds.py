@@ -187,7 +187,7 @@ class Feeds:
             for argument, copy, node in zip(self._described, self._copies, nodes)])  # fmt: skip
         self._address = ctypes.addressof(self._table)
 
-    def __call__(self, args: list[Any]) -> bool:
+    def __call__(self, args: Sequence[Any]) -> bool:
         """The next replay takes its inputs from these arguments; False where the driver refuses."""
         num_copies = self._num_copies
         done = self._feed(args, self._address, 0, num_copies)

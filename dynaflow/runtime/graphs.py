@@ -244,7 +244,7 @@ class Recording:
                 raise
         self.outputs = outputs
         # tells it where its inputs are
-        self.feed: Callable[[list[Any]], bool] = lambda args: True
+        self.feed: Callable[[Sequence[Any]], bool] = lambda args: True
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
@@ -307,7 +307,7 @@ class Bucket:
         self.recordings: list[Recording] = []
         self.num_replays = 0
 
-    def run(self, args: list[Any], record: Callable[[Sequence[Any], Body, Slots], Recording], borrow: bool) -> list[torch.Tensor]:
+    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body, Slots], Recording], borrow: bool) -> list[torch.Tensor]:
         """The outputs: the recording's own, lent, or copies."""
         for number, recording in enumerate(self.recordings):
             if borrow or number == MAX_ROTATION or recording.lent.is_gone():
@@ -338,7 +338,7 @@ class Recordings:
         # whether recordings may copy their inputs themselves
         self._may_feed = True
 
-    def replay(self, key: Any, args: list[Any]) -> list[torch.Tensor] | None:
+    def replay(self, key: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
         if self._is_cuda and _is_capturing():
             return None  # inside the caller's own recording
@@ -367,7 +367,7 @@ class Recordings:
             return [o.data for o in recording.outputs] if borrow else recording.lent.lend()
 
     def record(
-        self, key: Any, args: list[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
+        self, key: Any, args: Sequence[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
     ) -> list[torch.Tensor] | None:
         """The outputs, if this call is one to be recorded; None when it is to run launch by launch.
 
@@ -390,7 +390,7 @@ class Recordings:
             bucket = self._kept[key] = Bucket(Slots(args, copied(), body.changed, body.promised), body)
             return self._run(key, bucket, args)
 
-    def _run(self, key: Any, bucket: Bucket, args: list[Any]) -> list[torch.Tensor] | None:
+    def _run(self, key: Any, bucket: Bucket, args: Sequence[Any]) -> list[torch.Tensor] | None:
         with self._pool.lock:
             self._pool.enter(self._device)
             if len(self._kept) > 1 and key in self._kept:

@@ -34,13 +34,25 @@ _Int, _Pointer = ctypes.c_int64, ctypes.c_void_p
 _FACTS = ("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_device_index")
 
 
+# what is where: see `struct torch` in native.c
+_OFFSETS = ("type", "count", "list", "tuple", "flag", "tensor", "storage", "offset", "data")
+
+
 class Torch(ctypes.Structure):
-    _fields_ = [*((name, _Pointer) for name in ("item", "address", "num_dims", "sizes", "strides")), ("facts", _Pointer * 3),
-                *((name, _Int) for name in ("type_at", "flag_at", "tensor_at"))]  # fmt: skip
+    _fields_ = [*((name, _Pointer) for name in ("address", "num_dims", "sizes", "strides")), ("facts", _Pointer * 3),
+                ("list", _Pointer), ("tuple", _Pointer), *((f"{name}_at", _Int) for name in _OFFSETS)]  # fmt: skip
 
 
 class Argument(ctypes.Structure):
     _fields_ = [("number", _Int), ("type", _Pointer), ("num_dims", _Int), ("lie", _Pointer), ("facts", ctypes.c_int32 * 3)]
+
+
+class Place(ctypes.Structure):
+    _fields_ = [("number", _Int), ("type", _Pointer), ("data", _Pointer), ("offset", _Int)]
+
+
+class Word(ctypes.Structure):
+    _fields_ = [("at", _Pointer), ("value", _Int)]
 
 
 class Range(ctypes.Structure):
@@ -60,10 +72,13 @@ class Feed(ctypes.Structure):
 class Native:
     """The functions, and what they are told of this process."""
 
-    def __init__(self, library: ctypes.PyDLL, facts: Torch):
-        self.facts = facts
+    def __init__(self, library: ctypes.PyDLL, facts: Torch, counts: tuple[int, int]):
+        """`counts`: where Python's objects, and torch's, count who refers to them."""
+        self.facts, (self.by_python_at, self.by_torch_at) = facts, counts
         self.fit: Any = library.fit
         self.fit.argtypes = [ctypes.py_object, _Pointer]
+        self.differ: Any = library.differ
+        self.differ.argtypes = [_Pointer, _Int]
         self.feed: Any = library.feed
         self.feed.argtypes, self.feed.restype = [ctypes.py_object, _Pointer, _Int, _Int], _Int
 
@@ -72,14 +87,16 @@ class FitCheck:
     """Whether arguments are where they were: see `fit` in native.c. It keeps none of them."""
 
     def __init__(
-        self, native: Native, args: Sequence[Any], copied: Sequence[int], changed: Sequence[tuple[int, int]], bound: Sequence[int]
+        self, native: Native, args: Sequence[Any], copied: Sequence[int], changed: Sequence[tuple[int, int]], bound: Sequence[int],
+        written: Sequence[int] = (),
     ):
-        """`changed`: where memory that is changed begins and ends."""
+        """`changed`: where memory that is changed begins and ends. `written`: arguments of which torch is to say where they are: a storage
+        that is shared until somebody writes to it moves then."""
         self.function = native.fit
         tables: tuple[ctypes.Array[Any], ...] = (
             (Argument * len(copied))(*[describe(args[i], i, has_lie=False) for i in copied]),
             (Range * len(changed))(*[Range(*each) for each in changed]),
-            (Argument * len(bound))(*[describe(args[i], i, has_lie=False) for i in bound]),
+            (Place * len(bound))(*[_place(args[i], i, i not in written) for i in bound]),
             (_Pointer * len(bound))(*[args[i].data_ptr() for i in bound]),
         )
         facts = Fit(ctypes.addressof(native.facts), len(copied), len(changed), len(bound), *[ctypes.addressof(t) for t in tables])
@@ -87,8 +104,25 @@ class FitCheck:
         self._kept = (native, tables, facts, [type(args[i]) for i in (*copied, *bound)])
         self.facts = ctypes.addressof(facts)
 
-    def __call__(self, args: list[Any]) -> bool:
+    def __call__(self, args: Sequence[Any]) -> bool:
         return not self.function(args, self.facts)
+
+
+def _place(arg: torch.Tensor, number: int, is_read: bool) -> Place:
+    data = arg.untyped_storage().data_ptr() if arg.data_ptr() and is_read else 0
+    return Place(number, id(type(arg)), data, arg.storage_offset())
+
+
+class Words:
+    """What stands at addresses that stay what they are: whether it still does."""
+
+    def __init__(self, native: Native, addresses: Sequence[int]):
+        self._table = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
+        self._kept, self._function = native, native.differ
+        self._address, self._count = ctypes.addressof(self._table), len(addresses)
+
+    def hold(self) -> bool:
+        return not self._function(self._address, self._count)
 
 
 def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:
@@ -111,7 +145,7 @@ def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:
 def native() -> Native | None:
     try:
         with _disable_current_modes():
-            made = Native(_compiled(), _facts())
+            made = Native(_compiled(), _facts(), _counts())
             if why := _is_wrong(made):
                 raise OSError(why)
     except (OSError, AttributeError) as error:
@@ -145,36 +179,65 @@ def _facts() -> Torch:
     if sys.implementation.name != "cpython":
         raise OSError(f"objects of {sys.implementation.name} are not known")
     names = ["aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides", *_FACTS]
-    functions = [ctypes.pythonapi.PyList_GetItem, *(getattr(_library(), name) for name in names)]
-    pointers = [ctypes.cast(f, _Pointer) for f in functions]
-    return Torch(*pointers[:5], (_Pointer * 3)(*pointers[5:]), _offset(type), *_tensor_offset())
+    pointers = [ctypes.cast(getattr(_library(), name), _Pointer) for name in names]
+    found = _offsets()
+    return Torch(*pointers[:4], (_Pointer * 3)(*pointers[4:]), id(list), id(tuple), *[found[name] for name in _OFFSETS])
 
 
 def _samples() -> list[torch.Tensor]:
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, device="cpu", dtype=torch.float32)
 
-    return [make(3), torch.nn.Parameter(make(2, 5)), make(4, 3).t(), make(7)[2:], make(0)]
+    return [make(3), torch.nn.Parameter(make(2, 5)), make(4, 3).t(), make(7)[2:], make(0), make(99)[37:], torch.nn.Parameter(make(88)[53:])]
 
 
-def _offset(value_of: Any) -> int:
-    """Where in their Python objects all sample tensors have the word that this function gives for each."""
-    samples = _samples()
-    for at in range(8, 64, 8):
-        if all(_Pointer.from_address(id(t) + at).value == (id(type(t)) if value_of is type else value_of(t)) for t in samples):
+def _where(objects: Sequence[int], words: Sequence[int], end: int) -> int:
+    """The offset at which each of these objects has its word."""
+    for at in range(8, end, 8):
+        if all((_Int.from_address(each + at).value) == word for each, word in zip(objects, words)):
             return at
-    raise OSError("tensors of this build of torch are laid out otherwise")
+    raise OSError("objects of this build of Python or torch are laid out otherwise")
 
 
-def _tensor_offset() -> tuple[int, int]:
-    """(where an object says that its tensor is not its own, or -1; where it has its tensor)"""
-    at = _offset(lambda t: t._cdata)
-    before = at - 8
-    if before <= _offset(type):
-        return -1, at
-    if any(ctypes.c_char.from_address(id(t) + before).value != b"\0" for t in _samples()):
+def _offsets() -> dict[str, int]:
+    tensors = _samples()
+    # nobody's own memory: what frees it is not what it is
+    lent = torch._C._construct_storage_from_data_pointer(tensors[0].data_ptr(), torch.device("cpu"), 8)
+    storages: list[Any] = [*(t.untyped_storage() for t in tensors), lent]
+    lists, tuples = [[t, *tensors] for t in tensors], [(t, *tensors[1:]) for t in tensors]
+    objects, inner, own = [id(t) for t in tensors], [t._cdata for t in tensors], [s._cdata for s in storages]
+    type_at, tensor_at = _where(objects, [id(type(t)) for t in tensors], 64), _where(objects, inner, 64)
+    count_at = _where([*map(id, lists), *map(id, tuples)], [len(each) for each in (*lists, *tuples)], 40)
+    return {
+        "type": type_at, "tensor": tensor_at, "flag": _flag(objects, type_at, tensor_at), "count": count_at,
+        "list": count_at + 8, "tuple": _where([id(t) for t in tuples], objects, 40),
+        "storage": _where(inner, own[:-1], 64), "offset": _where(inner, [int(t.storage_offset()) for t in tensors], 176),
+        "data": _where(own, [s.data_ptr() for s in storages], 64),
+    }  # fmt: skip
+
+
+def _counts() -> tuple[int, int]:
+    tensor = _samples()[0]
+    storage = tensor.untyped_storage()
+    objects, inner = [id(tensor), id(storage)], [tensor._cdata, storage._cdata]
+    before = [[_Int.from_address(each + at).value for at in range(0, 24, 8)] for each in (*objects, *inner)]
+    held = (tensor, storage, tensor.view(3))  # a view refers to both
+    after = [[_Int.from_address(each + at).value for at in range(0, 24, 8)] for each in (*objects, *inner)]
+    changed = [[8 * i for i, (a, b) in enumerate(zip(*words)) if a != b] for words in zip(before, after)]
+    del held
+    if changed[0] != changed[1] or changed[2] != changed[3] or any(len(each) != 1 for each in changed):
+        raise OSError("objects of this build of Python or torch are counted otherwise")
+    return changed[0][0], changed[2][0]
+
+
+def _flag(objects: Sequence[int], type_at: int, tensor_at: int) -> int:
+    """Where a tensor's object says that its tensor is not its own, or -1."""
+    at = tensor_at - 8
+    if at <= type_at:
+        return -1
+    if any(ctypes.c_char.from_address(each + at).value != b"\0" for each in objects):
         raise OSError("tensors of this build of torch are laid out otherwise")
-    return before, at
+    return at
 
 
 def _is_wrong(made: Native) -> str:
@@ -185,9 +248,24 @@ def _is_wrong(made: Native) -> str:
     fits = FitCheck(made, args, [], [], bound)
     moved = [[*args[:i], torch.ones_like(args[i]) if args[i].numel() else args[0], *args[i + 1 :]] for i in bound]
     apart, inside = (FitCheck(made, [x], [0], memory, [])([x]) for x in (args[1], args[0][1:]))
-    if not fits(args) or any(map(fits, moved)) or not apart or inside:
+    if not fits(args) or not fits(tuple(args)) or any(map(fits, moved)) or not apart or inside or any(_moves_unseen(made, x) for x in args):
         return "native.c and torch do not agree on where tensors are"
     return "native.c and torch do not agree on how tensors lie" if any(_lies_wrong(made, x) for x in _samples()) else ""
+
+
+def _moves_unseen(made: Native, x: torch.Tensor) -> bool:
+    """Whether `fit` does not see that a tensor's memory is another part of the same, or another, and then what it was again."""
+    count = x.numel()
+    if not count:
+        return False
+    x = torch.nn.Parameter(x.detach()) if type(x) is torch.nn.Parameter else x.detach()
+    larger = torch.empty(2 * count, device="cpu", dtype=torch.float32)
+    x.data = larger[:count]
+    fits, seen = FitCheck(made, [x], [], [], [0]), []
+    for data in (larger[count:], torch.empty(count, device="cpu", dtype=torch.float32), larger[:count]):
+        x.data = data
+        seen.append(fits((x,)))
+    return seen != [False, False, True]
 
 
 def _lies_wrong(made: Native, x: torch.Tensor) -> bool:

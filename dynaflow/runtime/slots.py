@@ -52,20 +52,20 @@ class Slots:
         self._ends = [begin + storages[begin] for begin in self._begins]
         made = native()
         memory = list(zip(self._begins, self._ends))
-        self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked)
+        self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked, changed)
         # 0: all is where it was
-        self._function: Callable[[list[Any], int], int] = (lambda args, facts: 1) if self._check is None else self._check.function
+        self._function: Callable[[Sequence[Any], int], int] = (lambda args, facts: 1) if self._check is None else self._check.function
         self._facts = 0 if self._check is None else self._check.facts
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""
         return [self._of.get(i, arg) for i, arg in enumerate(args)]
 
-    def fit(self, args: list[Any]) -> bool:
+    def fit(self, args: Sequence[Any]) -> bool:
         """Whether all that is bound by address is where it was, and nothing that is copied lies in memory that is changed."""
         return not self._function(args, self._facts) or self._fit(args)
 
-    def _fit(self, args: list[Any]) -> bool:
+    def _fit(self, args: Sequence[Any]) -> bool:
         """The same, slower; an argument may be of another class than it was."""
         if self._begins:
             for slot in self.each:
@@ -73,7 +73,7 @@ class Slots:
                 at = bisect_right(self._begins, address)
                 if at and address < self._ends[at - 1]:
                     return False
-        return _same_addresses(args, self.table, self.checked)  # type: ignore[no-any-return]
+        return _same_addresses(list(args), self.table, self.checked)  # type: ignore[no-any-return]
 
     def fill(self, args: Sequence[Any]) -> bool:
         for slot in self.each:

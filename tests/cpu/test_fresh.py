@@ -37,7 +37,14 @@ def test_those_of_a_turn_begin_together_and_after_the_turn_before(monkeypatch, t
     assert {name: [each[when]["is_warm"] for when in ("cold", "warm")] for name, each in found.items()} == {
         "theirs": [False, True], "ours": [False, True]}  # fmt: skip
     words = log.read_text().split()
-    assert words[:4].count("end") == words[4:].count("end") == 2, "nothing is timed beside another turn"
+    turns = [words[i : i + 4] for i in range(0, len(words), 4)]
+    assert [turn.count("end") for turn in turns] == [2] * (1 + fresh.NUM_WARM), "nothing is timed beside another turn"
+
+
+def test_the_warm_start_is_the_median_of_some_and_fails_where_one_does():
+    starts = [{"first_s": s, "process_s": 10 * s} for s in (3.0, 1.0, 2.0)]
+    assert fresh._median(starts) == {"first_s": 2.0, "process_s": 20.0, "each_s": [1.0, 2.0, 3.0]}
+    assert fresh._median([*starts, {"note": "child failed"}]) == {"note": "child failed"}
 
 
 def test_a_child_that_fails_says_why(monkeypatch, tmp_path):

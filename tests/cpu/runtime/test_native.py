@@ -1,5 +1,6 @@
 """The compiled check of a call's arguments: what it is told of torch's objects is tried out before it is used."""
 
+import ctypes
 import gc
 import logging
 import subprocess
@@ -71,11 +72,45 @@ def broken_source(monkeypatch, tmp_path):
 
 def another_layout(monkeypatch):
     """No word of a tensor's object is what is looked for."""
-    real = native._offset
-    monkeypatch.setattr(native, "_offset", lambda value_of: real(type if value_of is type else lambda t: 1))
+    real = native._where
+    monkeypatch.setattr(native, "_where", lambda objects, words, end: real(objects, [1 for _ in words], end))
 
 
-@pytest.mark.parametrize("fault", [wrong_address, wrong_lie, no_compiler, broken_source, another_layout])
+def misplaced(monkeypatch, name, find):
+    real = native._facts
+
+    def facts():
+        found = real()
+        setattr(found, name, find())
+        return found
+
+    monkeypatch.setattr(native, "_facts", facts)
+
+
+def wrong_offset(monkeypatch):
+    """Where every tensor has a zero."""
+    tensors = [torch.empty(9)[i:] for i in range(4)]
+    misplaced(monkeypatch, "offset_at", lambda: native._where([t._cdata for t in tensors], [0] * 4, 176))
+
+
+def wrong_data(monkeypatch):
+    """Where every storage has the same."""
+    storages = [torch.empty(9).untyped_storage() for _ in range(4)]
+    misplaced(monkeypatch, "data_at", lambda: native._where([s._cdata for s in storages], [storages[0].nbytes()] * 4, 64))
+    monkeypatch.setattr(native, "_place", lambda x, i, _: native.Place(i, id(type(x)), x.untyped_storage().nbytes(), x.storage_offset()))
+
+
+def other_counts(monkeypatch):
+    """Nothing is counted in what is looked at."""
+    monkeypatch.setattr(native, "_samples", lambda: [torch.nn.Parameter(torch.empty(3)).data])
+    monkeypatch.setattr(native, "_facts", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "view", lambda self, *shape: None)
+
+
+FAULTS = [wrong_address, wrong_lie, no_compiler, broken_source, another_layout, wrong_offset, wrong_data, other_counts]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_is_not_used_where_something_is_wrong(fresh, monkeypatch, tmp_path, caplog, fault):
     caplog.set_level(logging.INFO, "dynaflow")
     fault(*[monkeypatch, tmp_path][: fault.__code__.co_argcount])
@@ -87,7 +122,29 @@ def test_tensors_are_found_in_their_objects():
     assert made is not None
     for tensor in (torch.randn(3), torch.nn.Parameter(torch.randn(2))):
         check = native.FitCheck(made, [tensor], [], [], [0])
-        assert check([tensor]) and not check([torch.randn(3)]) and not check([None])
+        assert check([tensor]) and check((tensor,)) and not check([torch.randn(3)]) and not check([None])
+        assert not check([]) and not check({0: tensor}) and not check(tensor), "what is no list of arguments is left to Python"
+
+
+@pytest.mark.parametrize("written", [(), (0,)])
+def test_memory_that_is_shared_until_it_is_written_to(written):
+    """A lazy clone of a weight leaves it where it is; what is written to moves, if not before."""
+    tensor = torch.randn(64)
+    check = native.FitCheck(native.native(), [tensor], [], [], [0], written)
+    clone = torch._lazy_clone(tensor)
+    assert check([tensor]) is not bool(written)
+    del clone
+
+
+def test_words_hold_until_one_changes():
+    numbers = (ctypes.c_int64 * 3)(1, 2, 3)
+    words = native.Words(native.native(), [ctypes.addressof(numbers) + 8 * i for i in range(3)])
+    for i, number in enumerate(numbers):
+        assert words.hold()
+        numbers[i] = -number
+        assert not words.hold()
+        numbers[i] = number
+    assert words.hold() and native.Words(native.native(), []).hold()
 
 
 def test_a_class_that_is_gone_is_nobody_elses(fresh):
