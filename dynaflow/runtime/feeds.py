@@ -16,7 +16,7 @@ from typing import Any, Protocol, Sequence
 import torch
 
 from dynaflow.runtime.driver import DriverError, ask, cuda_driver, graph_nodes
-from dynaflow.runtime.native import Feed, Native, describe, native
+from dynaflow.runtime.native import Feed, Native, Table, describe, native
 from dynaflow.runtime.slots import Slot, Slots, fill
 
 log = logging.getLogger("dynaflow")
@@ -160,7 +160,7 @@ class Feeds:
         self._native, self._device, self._rest = made, device, rest
         self._copies = [Copy(slot, device.function(unit), unit) for slot in pieces for unit in [_unit(slot)]]
         self._set: Any = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(device.set_params)
-        self._feed, self._num_copies = made.feed, len(self._copies)
+        self._num_copies = len(self._copies)
         self._table: Any = None
 
     def issue(self) -> None:
@@ -185,19 +185,19 @@ class Feeds:
         self._table = (Feed * len(nodes))(*[
             Feed(facts, argument, copy.unit, copy.source_at, self._device.set_params, executable, node, ctypes.addressof(copy.kernel))
             for argument, copy, node in zip(self._described, self._copies, nodes)])  # fmt: skip
-        self._address = ctypes.addressof(self._table)
+        self._feeds = Table(ctypes.addressof(self._table), len(nodes))
+        self._fed = self._native.fed(self._feeds)
 
     def __call__(self, args: Sequence[Any]) -> bool:
         """The next replay takes its inputs from these arguments; False where the driver refuses."""
-        num_copies = self._num_copies
-        done = self._feed(args, self._address, 0, num_copies)
+        done, num_copies = self._fed(args), self._num_copies
         while done < num_copies:
             copy, each = self._copies[done], self._table[done]
             fill(copy.slot, args)
             copy.read_itself()
             if self._set(each.graph, each.node, each.params):
                 return False
-            done = self._feed(args, self._address, done + 1, num_copies)
+            done = self._native.feed(args, ctypes.addressof(self._feeds), done + 1)
         for slot in self._rest:
             fill(slot, args)
         return True

@@ -148,7 +148,8 @@ class CudaRecorder:
             self._feeds.bind(self._graph)
             self._feeds = None  # of what is recorded in pieces, the first has them
         self._leave()
-        return turns_of(self._device).takes(self._graph.replay) if self._has_products else self._graph.replay
+        launch = super(torch.cuda.CUDAGraph, self._graph).replay  # torch's own method does the same, and is Python's to call
+        return turns_of(self._device).takes(launch) if self._has_products else launch
 
     def _leave(self) -> None:
         if self._guard is not None:

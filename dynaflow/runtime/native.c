@@ -1,9 +1,24 @@
 /* What a recording's call looks at, for every weight and on every call: where each tensor is, and the copies of its inputs.
  *
- * Compiled where it runs (native.py), against nothing: torch's functions and the driver's come as pointers, and where objects of Python's
- * and torch's hold what is looked for, native.py finds and tries out. Called with the interpreter's lock held.
+ * Compiled where it runs (native.py), without headers: torch's functions and the driver's come as pointers, Python's few are declared here,
+ * and where objects of Python's and torch's hold what is looked for, native.py finds and tries out. Called with the interpreter's lock held.
  */
 #include <stdint.h>
+
+/* Python's own, of its stable interface; the process has them, as it has them for every extension module */
+struct method {
+    const char *name;
+    void *(*function)(void *self, void *arg);
+    int flags;
+    const char *doc;
+};
+enum { NO_ARGS = 4, ONE_ARG = 8 };
+extern void *PyCFunction_NewEx(struct method *method, void *self, void *module);
+extern void *PyCapsule_New(void *pointer, const char *name, void *destructor);
+extern void *PyCapsule_GetPointer(void *capsule, const char *name);
+extern void *PyBool_FromLong(long value);
+extern void *PyLong_FromLong(long value);
+extern void Py_DecRef(void *object);
 
 struct torch {
     int32_t (*address)(const void *tensor, void **found);
@@ -39,6 +54,11 @@ struct word {
     int64_t value;
 };
 
+struct words {
+    const struct word *each;
+    int64_t count;
+};
+
 /* memory from begin to before end */
 struct range {
     char *begin, *end;
@@ -61,6 +81,11 @@ struct feed {
     int32_t (*set)(void *graph, void *node, const void *params);
     void *graph, *node;
     const void *params;
+};
+
+struct feeds {
+    const struct feed *each;
+    int64_t count;
 };
 
 /* whether a tensor is of another kind, or lies otherwise; strides of dims of size 1 mean nothing */
@@ -130,34 +155,50 @@ static int are_there(const struct fit *fit, const void *args, int64_t first, int
     return 1;
 }
 
-/* 0: all arguments are where a recording may take them to be */
-int fit(void *args, const struct fit *fit) {
+/* whether all arguments are where a recording may take them to be */
+static int fits(const struct fit *fit, const void *args) {
     char *found;
     for (int64_t i = 0; i < fit->num_copied; i++) {
-        if (find(fit->torch, args, &fit->copied[i], (void **)&found)) return 1;
+        if (find(fit->torch, args, &fit->copied[i], (void **)&found)) return 0;
         for (int64_t j = 0; j < fit->num_changed; j++)
-            if (fit->changed[j].begin <= found && found < fit->changed[j].end) return 1;
+            if (fit->changed[j].begin <= found && found < fit->changed[j].end) return 0;
     }
     for (int64_t i = 0; i < fit->num_bound; i += CHUNK)
-        if (!are_there(fit, args, i, fit->num_bound - i < CHUNK ? fit->num_bound - i : CHUNK)) return 1;
-    return 0;
+        if (!are_there(fit, args, i, fit->num_bound - i < CHUNK ? fit->num_bound - i : CHUNK)) return 0;
+    return 1;
 }
 
-/* 0: every word is what it was */
-int differ(const struct word *words, int64_t num_words) {
-    for (int64_t i = 0; i < num_words; i++)
-        if (*words[i].at != words[i].value) return 1;
-    return 0;
+/* whether every word is what it was */
+static int hold(const struct words *words) {
+    for (int64_t i = 0; i < words->count; i++)
+        if (*words->each[i].at != words->each[i].value) return 0;
+    return 1;
 }
 
 /* The recording's copies read from these arguments from now on. Returns how many do: the next one lies otherwise, or was refused. */
-int64_t feed(void *args, const struct feed *feeds, int64_t first, int64_t num_feeds) {
-    for (int64_t i = first; i < num_feeds; i++) {
-        const struct feed *each = &feeds[i];
+int64_t feed(void *args, const struct feeds *feeds, int64_t first) {
+    for (int64_t i = first; i < feeds->count; i++) {
+        const struct feed *each = &feeds->each[i];
         void *found;
         if (find(each->torch, args, &each->argument, &found) || (uint64_t)found % each->alignment) return i;
         *each->source = (uint64_t)found;
         if (each->set(each->graph, each->node, each->params)) return i;
     }
-    return num_feeds;
+    return feeds->count;
+}
+
+/* The same as functions that Python calls as its own, over facts that stay where they are: ctypes would take longer to call them than they
+ * take. */
+
+static void *call_fits(void *self, void *args) { return PyBool_FromLong(fits(PyCapsule_GetPointer(self, 0), args)); }
+static void *call_hold(void *self, void *none) { return PyBool_FromLong(hold(PyCapsule_GetPointer(self, 0))); }
+static void *call_feed(void *self, void *args) { return PyLong_FromLong(feed(args, PyCapsule_GetPointer(self, 0), 0)); }
+
+static struct method methods[] = {{"fits", call_fits, ONE_ARG, 0}, {"hold", call_hold, NO_ARGS, 0}, {"feed", call_feed, ONE_ARG, 0}};
+
+void *method_over(int64_t number, void *facts) {
+    void *self = PyCapsule_New(facts, 0, 0);
+    void *made = self ? PyCFunction_NewEx(&methods[number], self, 0) : 0;
+    if (self) Py_DecRef(self);
+    return made;
 }

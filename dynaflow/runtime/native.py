@@ -16,7 +16,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -55,6 +55,12 @@ class Word(ctypes.Structure):
     _fields_ = [("at", _Pointer), ("value", _Int)]
 
 
+class Table(ctypes.Structure):
+    """`struct words`, `struct feeds`."""
+
+    _fields_ = [("each", _Pointer), ("count", _Int)]
+
+
 class Range(ctypes.Structure):
     _fields_ = [("begin", _Pointer), ("end", _Pointer)]
 
@@ -69,22 +75,37 @@ class Feed(ctypes.Structure):
                 ("graph", _Pointer), ("node", _Pointer), ("params", _Pointer)]  # fmt: skip
 
 
+# numbers of native.c's methods
+_FITS, _HOLD, _FEED = range(3)
+
+
 class Native:
     """The functions, and what they are told of this process."""
 
     def __init__(self, library: ctypes.PyDLL, facts: Torch, counts: tuple[int, int]):
         """`counts`: where Python's objects, and torch's, count who refers to them."""
         self.facts, (self.by_python_at, self.by_torch_at) = facts, counts
-        self.fit: Any = library.fit
-        self.fit.argtypes = [ctypes.py_object, _Pointer]
-        self.differ: Any = library.differ
-        self.differ.argtypes = [_Pointer, _Int]
+        self._method: Any = library.method_over
+        self._method.argtypes, self._method.restype = [_Int, _Pointer], ctypes.py_object
+        # how many are fed, from the one of this number on
         self.feed: Any = library.feed
-        self.feed.argtypes, self.feed.restype = [ctypes.py_object, _Pointer, _Int, _Int], _Int
+        self.feed.argtypes, self.feed.restype = [ctypes.py_object, _Pointer, _Int], _Int
+
+    def fits(self, facts: Fit) -> Callable[[Sequence[Any]], bool]:
+        """Whether arguments are where they were. Who calls what these three return keeps the facts alive."""
+        return self._method(_FITS, ctypes.addressof(facts))  # type: ignore[no-any-return]
+
+    def hold(self, words: Table) -> Callable[[], bool]:
+        """Whether words are what they were."""
+        return self._method(_HOLD, ctypes.addressof(words))  # type: ignore[no-any-return]
+
+    def fed(self, feeds: Table) -> Callable[[Sequence[Any]], int]:
+        """How many copies read from these arguments from now on."""
+        return self._method(_FEED, ctypes.addressof(feeds))  # type: ignore[no-any-return]
 
 
 class FitCheck:
-    """Whether arguments are where they were: see `fit` in native.c. It keeps none of them."""
+    """Whether arguments are where they were: see `fits` in native.c. It keeps none of them."""
 
     def __init__(
         self, native: Native, args: Sequence[Any], copied: Sequence[int], changed: Sequence[tuple[int, int]], bound: Sequence[int],
@@ -92,7 +113,6 @@ class FitCheck:
     ):
         """`changed`: where memory that is changed begins and ends. `written`: arguments of which torch is to say where they are: a storage
         that is shared until somebody writes to it moves then."""
-        self.function = native.fit
         tables: tuple[ctypes.Array[Any], ...] = (
             (Argument * len(copied))(*[describe(args[i], i, has_lie=False) for i in copied]),
             (Range * len(changed))(*[Range(*each) for each in changed]),
@@ -102,10 +122,10 @@ class FitCheck:
         facts = Fit(ctypes.addressof(native.facts), len(copied), len(changed), len(bound), *[ctypes.addressof(t) for t in tables])
         # C knows a class by its address: it must not be another's
         self._kept = (native, tables, facts, [type(args[i]) for i in (*copied, *bound)])
-        self.facts = ctypes.addressof(facts)
+        self.function = native.fits(facts)
 
     def __call__(self, args: Sequence[Any]) -> bool:
-        return not self.function(args, self.facts)
+        return self.function(args)
 
 
 def _place(arg: torch.Tensor, number: int, is_read: bool) -> Place:
@@ -117,12 +137,10 @@ class Words:
     """What stands at addresses that stay what they are: whether it still does."""
 
     def __init__(self, native: Native, addresses: Sequence[int]):
-        self._table = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
-        self._kept, self._function = native, native.differ
-        self._address, self._count = ctypes.addressof(self._table), len(addresses)
-
-    def hold(self) -> bool:
-        return not self._function(self._address, self._count)
+        table = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
+        facts = Table(ctypes.addressof(table), len(addresses))
+        self._kept = (native, table, facts)
+        self.hold = native.hold(facts)
 
 
 def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:
@@ -254,7 +272,7 @@ def _is_wrong(made: Native) -> str:
 
 
 def _moves_unseen(made: Native, x: torch.Tensor) -> bool:
-    """Whether `fit` does not see that a tensor's memory is another part of the same, or another, and then what it was again."""
+    """Whether `fits` does not see that a tensor's memory is another part of the same, or another, and then what it was again."""
     count = x.numel()
     if not count:
         return False
@@ -273,10 +291,12 @@ def _lies_wrong(made: Native, x: torch.Tensor) -> bool:
     source, done = ctypes.c_uint64(), ctypes.CFUNCTYPE(ctypes.c_int, *[_Pointer] * 3)(lambda *_: 0)
     argument = describe(x, 0)
     feed = Feed(ctypes.addressof(made.facts), argument, 1, ctypes.addressof(source), ctypes.cast(done, _Pointer), None, None, None)
+    feeds = Table(ctypes.addressof(feed), 1)
+    fed = made.fed(feeds)
 
     def takes(arg: torch.Tensor) -> bool:
         given: torch.Tensor = torch.nn.Parameter(arg) if type(x) is torch.nn.Parameter else arg
-        return bool(made.feed([given], ctypes.addressof(feed), 0, 1)) and source.value == given.data_ptr()
+        return fed([given]) == 1 and source.value == given.data_ptr()
 
     like = torch.empty_strided(x.shape, x.stride(), device="cpu", dtype=torch.float32)
     others = [like.double(), like.unsqueeze(0), torch.empty([n + 1 for n in x.shape], device="cpu", dtype=torch.float32)]

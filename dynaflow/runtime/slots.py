@@ -53,9 +53,8 @@ class Slots:
         made = native()
         memory = list(zip(self._begins, self._ends))
         self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked, changed)
-        # 0: all is where it was
-        self._function: Callable[[Sequence[Any], int], int] = (lambda args, facts: 1) if self._check is None else self._check.function
-        self._facts = 0 if self._check is None else self._check.facts
+        # whether all is where it was, as far as a quick look can tell
+        self._function: Callable[[Sequence[Any]], bool] = (lambda args: False) if self._check is None else self._check.function
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""
@@ -63,7 +62,7 @@ class Slots:
 
     def fit(self, args: Sequence[Any]) -> bool:
         """Whether all that is bound by address is where it was, and nothing that is copied lies in memory that is changed."""
-        return not self._function(args, self._facts) or self._fit(args)
+        return self._function(args) or self._fit(args)
 
     def _fit(self, args: Sequence[Any]) -> bool:
         """The same, slower; an argument may be of another class than it was."""
