@@ -172,6 +172,11 @@ class Feeds:
     def is_bound(self) -> bool:
         return self._table is not None
 
+    @property
+    def is_all(self) -> bool:
+        """Whether torch copies none of the inputs."""
+        return not self._rest
+
     def bind(self, graph: Any) -> None:
         """They were recorded in this graph, which is executable. Where they cannot be changed in it, they read the slots for good."""
         try:
@@ -185,8 +190,8 @@ class Feeds:
         self._table = (Feed * len(nodes))(*[
             Feed(facts, argument, copy.unit, copy.source_at, self._device.set_params, executable, node, ctypes.addressof(copy.kernel))
             for argument, copy, node in zip(self._described, self._copies, nodes)])  # fmt: skip
-        self._feeds = Table(ctypes.addressof(self._table), len(nodes))
-        self._fed = self._native.fed(self._feeds)
+        self.facts = Table(ctypes.addressof(self._table), len(nodes))
+        self._fed = self._native.fed(self.facts)
 
     def __call__(self, args: Sequence[Any]) -> bool:
         """The next replay takes its inputs from these arguments; False where the driver refuses."""
@@ -197,7 +202,7 @@ class Feeds:
             copy.read_itself()
             if self._set(each.graph, each.node, each.params):
                 return False
-            done = self._native.feed(args, ctypes.addressof(self._feeds), done + 1)
+            done = self._native.feed(args, ctypes.addressof(self.facts), done + 1)
         for slot in self._rest:
             fill(slot, args)
         return True

@@ -18,6 +18,7 @@ Recordings with products run one after the other on a device, whoever made them 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import sys
@@ -34,6 +35,7 @@ from dynaflow.runtime.driver import DriverError
 from dynaflow.runtime.feeds import Feeds, feeds_of
 from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
+from dynaflow.runtime.ready import Look, never, stream_of
 from dynaflow.runtime.slots import Slots
 from dynaflow.runtime.turns import raw_stream, turns_of
 
@@ -184,7 +186,8 @@ class Pool:
         self.handle: Any = None
         self._keeper: Any = None
         self._last_stream: Any = None
-        self.last_raw: int | None = None
+        # its number, where it can be seen from C; no stream has that of none
+        self.last_raw = ctypes.c_int64(-1)
         self._is_new = True
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
@@ -211,12 +214,12 @@ class Pool:
         if device.type != "cuda":
             return
         raw = raw_stream(device.index or 0)
-        if raw == self.last_raw:
+        if raw == self.last_raw.value:
             return
         stream = torch.cuda.current_stream(device)
         if self._last_stream is not None:
             stream.wait_stream(self._last_stream)
-        self._last_stream, self.last_raw = stream, raw
+        self._last_stream, self.last_raw.value = stream, raw
 
 
 class Recording:
@@ -246,8 +249,14 @@ class Recording:
         self.outputs = outputs
         # tells it where its inputs are
         self.feed: Callable[[Sequence[Any]], bool] = lambda args: True
+        # whether a call is like the last one, in one look; whether that told it where its inputs are, too
+        self.is_ready: Callable[[Sequence[Any]], bool] = never
+        self.is_fed = False
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
+
+    def look_at(self, look: Look) -> None:
+        self._look, self.is_ready, self.is_fed = look, look.is_ready, look.feeds
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -330,7 +339,7 @@ class Recordings:
     """The recordings of one captured graph. What stands for given sizes and a given plan (`key`) may go; it is not kept alive."""
 
     def __init__(self, name: str, device: torch.device, pool: Pool, borrow: bool = False):
-        self._name, self._device, self._pool, self._borrow, self._index = name, device, pool, borrow, device.index or 0
+        self._name, self._device, self._pool, self._borrow = name, device, pool, borrow
         self._is_cuda = device.type == "cuda"
         self._seen: WeakSet[Any] = WeakSet()
         self._failures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -338,34 +347,28 @@ class Recordings:
         self._num_wasted = 0
         # whether recordings may copy their inputs themselves
         self._may_feed = True
+        self._stream = stream_of(device, pool.last_raw)
 
     def replay(self, key: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
-        if self._is_cuda and _is_capturing():
-            return None  # inside the caller's own recording
         bucket = self._kept.get(key)
         if bucket is None:
             return None
-        slots, pool, borrow = bucket.slots, self._pool, self._borrow
-        if not slots.fit(args):
-            return None
-        with pool.lock:
+        with self._pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
-                if borrow or recording.lent.is_gone():
+                if recording.is_ready(args) and (recording.is_fed or recording.feed(args)):
                     break
             else:
+                if (self._is_cuda and _is_capturing()) or not bucket.slots.fit(args):
+                    return None  # inside the caller's own recording; or something is elsewhere
                 return self._run(key, bucket, args)
-            if self._is_cuda and raw_stream(self._index) != pool.last_raw:
-                pool.enter(self._device)
             if len(self._kept) > 1:
                 self._kept.move_to_end(key)
             if outlived:
                 let_go()
-            if not recording.feed(args):
-                return self._run(key, bucket, args)  # once more
             recording.replay()
             bucket.num_replays += 1
-            return [o.data for o in recording.outputs] if borrow else recording.lent.lend()
+            return [o.data for o in recording.outputs] if self._borrow else recording.lent.lend()
 
     def record(
         self, key: Any, args: Sequence[Any], copied: Callable[[], dict[int, tuple[int, int] | None]], body: Body
@@ -460,7 +463,9 @@ class Recordings:
                 log.info("%s: recorded in pieces around what cannot be recorded (%s: %s)", self._name, type(error).__name__, error)
             else:
                 if slots is not None:
-                    recording.feed = feeds if feeds is not None and feeds.is_bound else slots.fill
+                    feeds = feeds if feeds is not None and feeds.is_bound else None
+                    recording.feed = slots.fill if feeds is None else feeds
+                    recording.look_at(Look(self._stream, slots, None if self._borrow else recording.lent.counts, feeds))
                 return recording
 
     def make_recorder(self, body: Body, feeds: Feeds | None) -> Recorder | None:

@@ -45,6 +45,9 @@ class Lent:
         self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])
         self._memory = memory
+        made = native()
+        # where references are counted to all that stands here
+        self.counts = None if made is None else Words(made)
         self._stand()
 
     def _stand(self) -> None:
@@ -56,9 +59,8 @@ class Lent:
         del storages
         self._unused = [(s, handle, address, _num_uses(handle)) for s, handle, address, _ in self._unused]
         self._refs_unused = _references_to_storage(self._unused)
-        made = native()
-        # who counts nobody else's references finds these as they are now; nobody else has any yet
-        self._counts = None if made is None else Words(made, [*self._counted(made)])
+        if self.counts is not None:
+            self.counts.watch([*self._counted(self.counts.native)])  # nobody else has any yet
 
     def _counted(self, made: Native) -> Iterator[int]:
         """Where the references to all that stands here are counted, and where storages say where their memory is."""
@@ -80,7 +82,7 @@ class Lent:
 
     def is_gone(self) -> bool:
         """Whether nobody refers to what was handed out last. Of hundreds on the path of every call: all counts are as they were, mostly."""
-        if self._counts is not None and self._counts.hold():
+        if self.counts is not None and self.counts.hold():
             return True
         for storage, handle, address, num_uses in self._unused:
             if storage.data_ptr() != address:  # somebody moved it to memory that processes share: it is theirs, and ours is free

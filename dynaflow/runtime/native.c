@@ -1,7 +1,8 @@
 /* What a recording's call looks at, for every weight and on every call: where each tensor is, and the copies of its inputs.
  *
- * Compiled where it runs (native.py), without headers: torch's functions and the driver's come as pointers, Python's few are declared here,
- * and where objects of Python's and torch's hold what is looked for, native.py finds and tries out. Called with the interpreter's lock held.
+ * Compiled where it runs (native.py), without headers: torch's functions and the driver's come as pointers, Python's few are declared
+ * here, and where objects of Python's and torch's hold what is looked for, native.py finds and tries out. Called with the interpreter's
+ * lock held.
  */
 #include <stdint.h>
 
@@ -86,6 +87,22 @@ struct feed {
 struct feeds {
     const struct feed *each;
     int64_t count;
+};
+
+/* the stream that the last replay was launched on; current: torch's, null where there are no streams; is_capturing: the driver's */
+struct stream {
+    int32_t (*current)(int32_t device, void **found);
+    int32_t (*is_capturing)(void *stream, int32_t *found);
+    int64_t device;
+    const int64_t *last;
+};
+
+/* all that a call looks at; words: null where outputs are borrowed; feeds: null where inputs are copied otherwise */
+struct ready {
+    const struct stream *stream;
+    const struct words *words;
+    const struct fit *fit;
+    const struct feeds *feeds;
 };
 
 /* whether a tensor is of another kind, or lies otherwise; strides of dims of size 1 mean nothing */
@@ -187,14 +204,35 @@ int64_t feed(void *args, const struct feeds *feeds, int64_t first) {
     return feeds->count;
 }
 
+/* whether the current stream is the last one again, and nobody captures it */
+static int is_last(const struct stream *stream) {
+    void *now;
+    int32_t status;
+    if (!stream->current) return 1;
+    if (stream->current((int32_t)stream->device, &now) || (int64_t)now != *stream->last) return 0;
+    return !stream->is_capturing(now, &status) && !status;
+}
+
+/* Whether a recording can be launched for these arguments as it was the last time. Its copies read from them then. */
+static int is_ready(const struct ready *ready, void *args) {
+    return is_last(ready->stream) && (!ready->words || hold(ready->words)) && fits(ready->fit, args) &&
+           (!ready->feeds || feed(args, ready->feeds, 0) == ready->feeds->count);
+}
+
 /* The same as functions that Python calls as its own, over facts that stay where they are: ctypes would take longer to call them than they
  * take. */
 
 static void *call_fits(void *self, void *args) { return PyBool_FromLong(fits(PyCapsule_GetPointer(self, 0), args)); }
 static void *call_hold(void *self, void *none) { return PyBool_FromLong(hold(PyCapsule_GetPointer(self, 0))); }
 static void *call_feed(void *self, void *args) { return PyLong_FromLong(feed(args, PyCapsule_GetPointer(self, 0), 0)); }
+static void *call_is_ready(void *self, void *args) { return PyBool_FromLong(is_ready(PyCapsule_GetPointer(self, 0), args)); }
 
-static struct method methods[] = {{"fits", call_fits, ONE_ARG, 0}, {"hold", call_hold, NO_ARGS, 0}, {"feed", call_feed, ONE_ARG, 0}};
+static struct method methods[] = {
+    {"fits", call_fits, ONE_ARG, 0},
+    {"hold", call_hold, NO_ARGS, 0},
+    {"feed", call_feed, ONE_ARG, 0},
+    {"is_ready", call_is_ready, ONE_ARG, 0},
+};
 
 void *method_over(int64_t number, void *facts) {
     void *self = PyCapsule_New(facts, 0, 0);

@@ -75,8 +75,16 @@ class Feed(ctypes.Structure):
                 ("graph", _Pointer), ("node", _Pointer), ("params", _Pointer)]  # fmt: skip
 
 
+class Stream(ctypes.Structure):
+    _fields_ = [("current", _Pointer), ("is_capturing", _Pointer), ("device", _Int), ("last", _Pointer)]
+
+
+class Ready(ctypes.Structure):
+    _fields_ = [("stream", _Pointer), ("words", _Pointer), ("fit", _Pointer), ("feeds", _Pointer)]
+
+
 # numbers of native.c's methods
-_FITS, _HOLD, _FEED = range(3)
+_FITS, _HOLD, _FEED, _IS_READY = range(4)
 
 
 class Native:
@@ -92,7 +100,7 @@ class Native:
         self.feed.argtypes, self.feed.restype = [ctypes.py_object, _Pointer, _Int], _Int
 
     def fits(self, facts: Fit) -> Callable[[Sequence[Any]], bool]:
-        """Whether arguments are where they were. Who calls what these three return keeps the facts alive."""
+        """Whether arguments are where they were. Who calls what this and the next return keeps the facts alive."""
         return self._method(_FITS, ctypes.addressof(facts))  # type: ignore[no-any-return]
 
     def hold(self, words: Table) -> Callable[[], bool]:
@@ -102,6 +110,10 @@ class Native:
     def fed(self, feeds: Table) -> Callable[[Sequence[Any]], int]:
         """How many copies read from these arguments from now on."""
         return self._method(_FEED, ctypes.addressof(feeds))  # type: ignore[no-any-return]
+
+    def is_ready(self, facts: Ready) -> Callable[[Sequence[Any]], bool]:
+        """Whether a recording can be launched for these arguments as it was the last time."""
+        return self._method(_IS_READY, ctypes.addressof(facts))  # type: ignore[no-any-return]
 
 
 class FitCheck:
@@ -119,10 +131,10 @@ class FitCheck:
             (Place * len(bound))(*[_place(args[i], i, i not in written) for i in bound]),
             (_Pointer * len(bound))(*[args[i].data_ptr() for i in bound]),
         )
-        facts = Fit(ctypes.addressof(native.facts), len(copied), len(changed), len(bound), *[ctypes.addressof(t) for t in tables])
+        self.facts = Fit(ctypes.addressof(native.facts), len(copied), len(changed), len(bound), *[ctypes.addressof(t) for t in tables])
         # C knows a class by its address: it must not be another's
-        self._kept = (native, tables, facts, [type(args[i]) for i in (*copied, *bound)])
-        self.function = native.fits(facts)
+        self._kept = (tables, [type(args[i]) for i in (*copied, *bound)])
+        self.native, self.function = native, native.fits(self.facts)
 
     def __call__(self, args: Sequence[Any]) -> bool:
         return self.function(args)
@@ -136,11 +148,15 @@ def _place(arg: torch.Tensor, number: int, is_read: bool) -> Place:
 class Words:
     """What stands at addresses that stay what they are: whether it still does."""
 
-    def __init__(self, native: Native, addresses: Sequence[int]):
-        table = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
-        facts = Table(ctypes.addressof(table), len(addresses))
-        self._kept = (native, table, facts)
-        self.hold = native.hold(facts)
+    def __init__(self, native: Native, addresses: Sequence[int] = ()):
+        self.facts = Table()
+        self.native, self.hold = native, native.hold(self.facts)
+        self.watch(addresses)
+
+    def watch(self, addresses: Sequence[int]) -> None:
+        """These, from now on, as they are now."""
+        self._words = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
+        self.facts.each, self.facts.count = ctypes.addressof(self._words), len(addresses)
 
 
 def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:

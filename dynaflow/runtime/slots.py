@@ -52,9 +52,9 @@ class Slots:
         self._ends = [begin + storages[begin] for begin in self._begins]
         made = native()
         memory = list(zip(self._begins, self._ends))
-        self._check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked, changed)
+        self.check = None if made is None else FitCheck(made, args, [slot.arg for slot in self.each], memory, self.checked, changed)
         # whether all is where it was, as far as a quick look can tell
-        self._function: Callable[[Sequence[Any]], bool] = (lambda args: False) if self._check is None else self._check.function
+        self._function: Callable[[Sequence[Any]], bool] = (lambda args: False) if self.check is None else self.check.function
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """What a recording reads: the slots, and the caller's own."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import recorded
-from dynaflow.runtime import generated, graphs, slots
+from dynaflow.runtime import generated, graphs, ready, slots
 from dynaflow.runtime.driver import DriverError
 from tests.cpu.runtime.models import Net, sine
 from tests.cpu.runtime.recorder import FakeRecorder
@@ -450,7 +450,7 @@ def test_where_copies_cannot_be_recorded_torch_makes_them(recorder, monkeypatch,
     made = []
 
     class Feeds:
-        is_bound = True
+        is_bound, is_all = True, False
 
         def __init__(self, held):
             self.held = held
@@ -477,3 +477,20 @@ def test_where_copies_cannot_be_recorded_torch_makes_them(recorder, monkeypatch,
         torch.testing.assert_close(fast(x), torch.sin(x) * 2)
     assert len(made) == 1 and df.stats(fast).planned_calls == 6
     assert ("copied ahead of" in caplog.text) == bool(fault)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("options", [{}, {"borrow": True}, {"fixed_weights": True}])
+def test_a_call_like_the_last_takes_one_look(recorder, monkeypatch, options, is_ready):
+    """And what is not seen in it is looked at again: the results are the same."""
+    model, seen = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), []
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True, runtime="graph", **options)
+    run = graphs.Recordings._run
+    monkeypatch.setattr(graphs.Recordings, "_run", lambda self, *rest: seen.append(1) or run(self, *rest))
+    if not is_ready:
+        monkeypatch.setattr(graphs, "Look", lambda *facts: ready.Look(None, *facts[1:]))
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(6, 8)
+            torch.testing.assert_close(fast(x), model(x))
+    assert len(seen) == (1 if is_ready else 5), "the first call is launched, the second recorded"

@@ -60,7 +60,7 @@ def test_whoever_refers_to_it_has_it(lend, hold, number):
         del tensors
         assert not made.is_gone()
         del held
-        assert made.is_gone() and made._counts.hold(), "found without a look at each"
+        assert made.is_gone() and made.counts.hold(), "found without a look at each"
 
 
 def test_what_is_saved_is_the_same_each_time_and_the_callers_is_new(lend):

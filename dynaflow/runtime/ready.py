@@ -1,0 +1,60 @@
+"""All that a call of a recording looks at, in one look.
+
+Mostly everything is as it was at the last call: the same stream, which nobody captures; nobody has the outputs; weights are where they
+were; inputs lie as their slots do. `is_ready` in native.c sees that in one go, and tells the recording's copies where to read. Whatever it
+does not find as it was, it leaves to who looks again, in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any, Callable, Sequence
+
+import torch
+
+from dynaflow.runtime.feeds import Feeds
+from dynaflow.runtime.native import Ready, Stream, Words
+from dynaflow.runtime.slots import Slots
+
+
+def never(args: Sequence[Any]) -> bool:
+    return False
+
+
+class Look:
+    """Of one recording. `is_ready(args)` is to be called while this is kept."""
+
+    def __init__(self, stream: Stream | None, slots: Slots, counts: Words | None, feeds: Feeds | None):
+        """`stream`: None where it cannot be asked for. `counts`: of references to outputs; None where these are borrowed. `feeds`: copies
+        that are part of the recording."""
+        self.is_ready: Callable[[Sequence[Any]], bool] = never
+        # whether a recording that is ready has its inputs
+        self.feeds = feeds is not None and feeds.is_all
+        if stream is None or slots.check is None:
+            return
+        words, copies = None if counts is None else counts.facts, feeds.facts if feeds is not None and feeds.is_all else None
+        parts: tuple[ctypes.Structure | None, ...] = (stream, words, slots.check.facts, copies)
+        facts = Ready(*[None if part is None else ctypes.addressof(part) for part in parts])
+        self._kept = (parts, facts, slots, counts, feeds)
+        self.is_ready = slots.check.native.is_ready(facts)
+
+
+def stream_of(device: torch.device, last: ctypes.c_int64) -> Stream | None:
+    """What is asked for the device's current stream. `last`: the one of the last replay."""
+    if device.type != "cuda":
+        return Stream(None, None, 0, None)
+    functions = _functions()
+    return None if functions is None else Stream(*functions, device.index or 0, ctypes.addressof(last))
+
+
+@cache
+def _functions() -> tuple[int | None, ...] | None:
+    """torch's that gives the current stream, and the driver's that says whether somebody captures it."""
+    try:
+        torchs = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libtorch_cuda.so")).aoti_torch_get_current_cuda_stream
+        drivers = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+    except (OSError, AttributeError):
+        return None
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (torchs, drivers))

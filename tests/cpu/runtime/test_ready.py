@@ -1,0 +1,179 @@
+"""One look at a call of a recording: ready where all is as it was at the last call, and at nothing else. Streams and driver are made up."""
+
+import ctypes
+
+import pytest
+import torch
+
+from dynaflow.runtime import feeds, native, ready, slots
+from dynaflow.runtime.lent import Lent
+from tests.cpu.runtime.machine import Machine
+
+DEVICE, STREAM = 3, 0x7F00
+
+
+class Streams:
+    """torch's function and the driver's."""
+
+    def __init__(self):
+        self.now, self.status, self.fails, self.last = STREAM, 0, False, ctypes.c_int64(STREAM)
+        self._current = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))(self._give_current)
+        self._capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))(self._give_status)
+        functions = [ctypes.cast(f, ctypes.c_void_p).value for f in (self._current, self._capturing)]
+        self.facts = native.Stream(*functions, DEVICE, ctypes.addressof(self.last))
+
+    def _give_current(self, device, found):
+        assert device == DEVICE
+        found[0] = self.now
+        return 0
+
+    def _give_status(self, stream, found):
+        assert (stream or 0) == self.now
+        found[0] = self.status
+        return int(self.fails)
+
+
+class Call:
+    """A recording of an input, a weight and a cache that is changed, with one output; and the next call of it."""
+
+    def __init__(self, is_fed=True, is_borrowed=False):
+        self.x, self.weight, self.cache = torch.randn(4), torch.nn.Parameter(torch.randn(4)), torch.zeros(4)
+        self.streams, self.machine = Streams(), Machine()
+        held = slots.Slots(self.args, {0: None}, [2])
+        self.feeds = feeds.Feeds(held.each, [], native.native(), self.machine)
+        self.feeds.issue()
+        self.feeds.bind("a graph")
+        self.lent = Lent([torch.randn(4)])
+        self.look = ready.Look(self.streams.facts, held, None if is_borrowed else self.lent.counts, self.feeds if is_fed else None)
+        self.slot = held.each[0]
+
+    @property
+    def args(self):
+        return [self.x, self.weight, self.cache]
+
+    def is_ready(self):
+        found = {self.look.is_ready(self.args), self.look.is_ready(tuple(self.args))}
+        assert len(found) == 1
+        return found.pop()
+
+
+@pytest.fixture
+def call():
+    made = Call()
+    yield made
+    made.lent.leave()
+
+
+def on_another_stream(call):
+    call.streams.now = 0
+
+
+def while_it_is_captured(call):
+    call.streams.status = 1
+
+
+def where_the_driver_cannot_say(call):
+    call.streams.fails = True
+
+
+def while_somebody_has_the_output(call):
+    call.held = call.lent.lend()
+
+
+def with_a_weight_that_moved(call):
+    call.weight.data = torch.randn(4)
+
+
+def with_an_input_in_the_cache(call):
+    call.x = call.cache
+
+
+def with_an_input_that_lies_otherwise(call):
+    call.x = torch.randn(8)[::2]
+
+
+def with_an_input_of_another_kind(call):
+    call.x = torch.arange(4)
+
+
+def where_the_driver_refuses(call):
+    call.machine.refuses = True
+
+
+OTHERWISE = [
+    on_another_stream, while_it_is_captured, where_the_driver_cannot_say, while_somebody_has_the_output, with_a_weight_that_moved,
+    with_an_input_in_the_cache, with_an_input_that_lies_otherwise, with_an_input_of_another_kind, where_the_driver_refuses,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_is_not_ready(call, otherwise):
+    assert call.is_ready()
+    otherwise(call)
+    assert not call.is_ready()
+
+
+def test_is_ready_for_every_call_like_the_last_and_reads_its_inputs(call):
+    for _ in range(3):
+        call.x = torch.randn(4)
+        assert call.is_ready() and call.look.feeds
+        call.machine.replay()
+        assert torch.equal(call.slot.tensor, call.x)
+        held = call.lent.lend()
+        assert not call.is_ready()
+        del held
+    call.streams.now = call.streams.last.value = 0
+    assert call.is_ready(), "the default stream is as good as any"
+
+
+def test_outputs_that_are_borrowed_may_be_held():
+    call = Call(is_borrowed=True)
+    held = call.lent.lend()
+    assert call.is_ready()
+    del held
+    call.lent.leave()
+
+
+def test_inputs_that_torch_copies_are_not_looked_at_twice():
+    call = Call(is_fed=False)
+    with_an_input_that_lies_otherwise(call)
+    assert call.is_ready() and not call.look.feeds and not call.machine.num_set
+    call.lent.leave()
+
+
+def test_outputs_that_stand_anew_are_looked_at_where_they_are(call):
+    """After one was moved to memory that processes share."""
+    (sent,) = call.lent.lend()
+    sent.share_memory_()
+    assert not call.is_ready()
+    assert call.lent.is_gone() and call.is_ready()
+    held = call.lent.lend()
+    assert not call.is_ready()
+    del held, sent
+    assert call.is_ready()
+
+
+@pytest.mark.parametrize("missing", ["streams", "C"])
+def test_is_never_ready_where_it_cannot_look(monkeypatch, missing):
+    if missing == "C":
+        monkeypatch.setattr(slots, "native", lambda: None)
+    args = [torch.randn(4)]
+    held = slots.Slots(args, {0: None}, [])
+    look = ready.Look(None if missing == "streams" else Streams().facts, held, None, None)
+    assert not look.is_ready(args)
+
+
+def test_without_a_device_there_is_no_stream_to_look_at():
+    args = [torch.randn(4)]
+    held = slots.Slots(args, {0: None}, [])
+    look = ready.Look(ready.stream_of(torch.device("cpu"), ctypes.c_int64(-1)), held, None, None)
+    assert look.is_ready(args) and not look.feeds
+
+
+def test_a_device_whose_functions_are_not_found_is_not_looked_at(monkeypatch):
+    def missing(name, *_):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ready, "_functions", ready._functions.__wrapped__)
+    monkeypatch.setattr(ready.ctypes, "CDLL", missing)
+    assert ready.stream_of(torch.device("cuda", 0), ctypes.c_int64(-1)) is None
