@@ -1,18 +1,23 @@
 """How fast the machine is just now: on a lent one, a core may be half as fast as the next, and change within a second.
 
-A fixed loop of Python tells. A thread that is timed on the host sits on the core that is fastest, moves where that slows down, and what
-was timed while it was slow is left out.
+A fixed loop of Python tells: it computes a little, and looks at objects all over memory, which others on the machine may have pushed out of
+its caches. A thread that is timed on the host sits on the core that is fastest, moves where that slows down, and what was timed while it
+was slow is left out.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Iterable
 
 # what a loop may take over the fastest that was seen
 SLACK = 1.2
 NUM_LOOPS = 5
+# two hundred kilobytes, in no order: what a look at a few hundred weights takes
+_OBJECTS = [float(i) for i in range(8192)]
+random.Random(0).shuffle(_OBJECTS)
 
 
 def run_loop(number: int = 0) -> int:
@@ -20,7 +25,7 @@ def run_loop(number: int = 0) -> int:
     counts: dict[int, int] = {}
     for i in range(400):
         counts[i % 61] = counts.get(i % 61, number) + i
-    return len(counts)
+    return len(counts) if sum(_OBJECTS) else 0
 
 
 def loop_us() -> float:

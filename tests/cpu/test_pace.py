@@ -37,8 +37,8 @@ def test_sits_on_the_fastest_core_and_moves_when_that_slows_down(machine):
     assert machine.on == {0, 1, 2}
 
 
-@pytest.mark.parametrize("slow, kept", [({1}, 2), ({0, 1, 2}, 3), (set(), 3)])
-def test_turns_of_a_slow_machine_are_left_out_unless_all_are(machine, monkeypatch, slow, kept):
+@pytest.mark.parametrize("slow, num_turns, kept", [({1}, 4, 3), ({1, 2, 3, 4, 5, 6, 7}, 9, 2), (set(range(9)), 9, 9), (set(), 3, 3)])
+def test_turns_of_a_slow_machine_are_left_out_unless_all_are(machine, monkeypatch, slow, num_turns, kept):
     """A tick takes 5 us, on a slow machine 10; `b` takes one more than `a`."""
     now, turn = [0.0], [-1]
 
@@ -51,8 +51,8 @@ def test_turns_of_a_slow_machine_are_left_out_unless_all_are(machine, monkeypatc
     monkeypatch.setattr(pace.Core, "is_fast", lambda self: turn[0] not in slow)
     case = SimpleNamespace(reset=lambda: None)
     found, said = measure.host_us(case, {"a": lambda number: None, "b": lambda number: tick()}, "cpu", 18, "a")
-    us = 10 if len(slow) == 3 else 5
-    assert said["turns"] == 3 and said["turns_kept"] == kept and said["moves"] == 0
+    us = 10 if len(slow) == 9 else 5
+    assert said["turns"] == num_turns and said["turns_kept"] == kept and said["moves"] == 0
     assert found["a"] == {"median_us": us, "spread_us": 0, "tenth_us": us, "over_base_us": 0} and found["b"]["over_base_us"] == us
 
 
