@@ -35,7 +35,7 @@ from dynaflow.runtime.driver import DriverError
 from dynaflow.runtime.feeds import Feeds, feeds_of
 from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
-from dynaflow.runtime.ready import Look, never, stream_of
+from dynaflow.runtime.ready import FED, Look, look_again, stream_of
 from dynaflow.runtime.slots import Slots
 from dynaflow.runtime.turns import raw_stream, turns_of
 
@@ -249,14 +249,13 @@ class Recording:
         self.outputs = outputs
         # tells it where its inputs are
         self.feed: Callable[[Sequence[Any]], bool] = lambda args: True
-        # whether a call is like the last one, in one look; whether that told it where its inputs are, too
-        self.is_ready: Callable[[Sequence[Any]], bool] = never
-        self.is_fed = False
+        # what one look at a call's arguments finds
+        self.look: Callable[[Sequence[Any]], int] = look_again
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
-    def look_at(self, look: Look) -> None:
-        self._look, self.is_ready, self.is_fed = look, look.is_ready, look.feeds
+    def looks(self, look: Look) -> None:
+        self._look, self.look = look, look.function
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -356,7 +355,7 @@ class Recordings:
             return None
         with self._pool.lock:
             for recording in bucket.recordings[:MAX_ROTATION]:
-                if recording.is_ready(args) and (recording.is_fed or recording.feed(args)):
+                if (found := recording.look(args)) and (found == FED or recording.feed(args)):
                     break
             else:
                 if (self._is_cuda and _is_capturing()) or not bucket.slots.fit(args):
@@ -465,7 +464,7 @@ class Recordings:
                 if slots is not None:
                     feeds = feeds if feeds is not None and feeds.is_bound else None
                     recording.feed = slots.fill if feeds is None else feeds
-                    recording.look_at(Look(self._stream, slots, None if self._borrow else recording.lent.counts, feeds))
+                    recording.looks(Look(self._stream, slots, None if self._borrow else recording.lent.counts, feeds))
                 return recording
 
     def make_recorder(self, body: Body, feeds: Feeds | None) -> Recorder | None:

@@ -213,10 +213,11 @@ static int is_last(const struct stream *stream) {
     return !stream->is_capturing(now, &status) && !status;
 }
 
-/* Whether a recording can be launched for these arguments as it was the last time. Its copies read from them then. */
-static int is_ready(const struct ready *ready, void *args) {
-    return is_last(ready->stream) && (!ready->words || hold(ready->words)) && fits(ready->fit, args) &&
-           (!ready->feeds || feed(args, ready->feeds, 0) == ready->feeds->count);
+/* Whether a recording can be launched for these arguments as it was the last time: 0 for no, 1 where its inputs are still to be copied, 2
+ * where its own copies read from these arguments. */
+static int look(const struct ready *ready, void *args) {
+    if (!is_last(ready->stream) || (ready->words && !hold(ready->words)) || !fits(ready->fit, args)) return 0;
+    return ready->feeds && feed(args, ready->feeds, 0) == ready->feeds->count ? 2 : 1;
 }
 
 /* The same as functions that Python calls as its own, over facts that stay where they are: ctypes would take longer to call them than they
@@ -225,13 +226,13 @@ static int is_ready(const struct ready *ready, void *args) {
 static void *call_fits(void *self, void *args) { return PyBool_FromLong(fits(PyCapsule_GetPointer(self, 0), args)); }
 static void *call_hold(void *self, void *none) { return PyBool_FromLong(hold(PyCapsule_GetPointer(self, 0))); }
 static void *call_feed(void *self, void *args) { return PyLong_FromLong(feed(args, PyCapsule_GetPointer(self, 0), 0)); }
-static void *call_is_ready(void *self, void *args) { return PyBool_FromLong(is_ready(PyCapsule_GetPointer(self, 0), args)); }
+static void *call_look(void *self, void *args) { return PyLong_FromLong(look(PyCapsule_GetPointer(self, 0), args)); }
 
 static struct method methods[] = {
     {"fits", call_fits, ONE_ARG, 0},
     {"hold", call_hold, NO_ARGS, 0},
     {"feed", call_feed, ONE_ARG, 0},
-    {"is_ready", call_is_ready, ONE_ARG, 0},
+    {"look", call_look, ONE_ARG, 0},
 };
 
 void *method_over(int64_t number, void *facts) {

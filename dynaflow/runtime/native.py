@@ -84,7 +84,7 @@ class Ready(ctypes.Structure):
 
 
 # numbers of native.c's methods
-_FITS, _HOLD, _FEED, _IS_READY = range(4)
+_FITS, _HOLD, _FEED, _LOOK = range(4)
 
 
 class Native:
@@ -111,9 +111,9 @@ class Native:
         """How many copies read from these arguments from now on."""
         return self._method(_FEED, ctypes.addressof(feeds))  # type: ignore[no-any-return]
 
-    def is_ready(self, facts: Ready) -> Callable[[Sequence[Any]], bool]:
-        """Whether a recording can be launched for these arguments as it was the last time."""
-        return self._method(_IS_READY, ctypes.addressof(facts))  # type: ignore[no-any-return]
+    def look(self, facts: Ready) -> Callable[[Sequence[Any]], int]:
+        """Whether a recording can be launched for these arguments as it was the last time: see `look` in native.c."""
+        return self._method(_LOOK, ctypes.addressof(facts))  # type: ignore[no-any-return]
 
 
 class FitCheck:

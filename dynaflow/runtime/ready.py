@@ -1,8 +1,8 @@
 """All that a call of a recording looks at, in one look.
 
 Mostly everything is as it was at the last call: the same stream, which nobody captures; nobody has the outputs; weights are where they
-were; inputs lie as their slots do. `is_ready` in native.c sees that in one go, and tells the recording's copies where to read. Whatever it
-does not find as it was, it leaves to who looks again, in Python.
+were; inputs lie as their slots do. `look` in native.c sees that in one go, and tells the recording's copies where to read. Whatever it does
+not find as it was, it leaves to who looks again, in Python.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from dynaflow.runtime.feeds import Feeds
 from dynaflow.runtime.native import Ready, Stream, Words
 from dynaflow.runtime.slots import Slots
 
+# what a look finds: what is to be looked at again; a recording that can be replayed once its inputs are copied; one that copies them itself
+NOT_READY, READY, FED = range(3)
 
-def never(args: Sequence[Any]) -> bool:
-    return False
+
+def look_again(args: Sequence[Any]) -> int:
+    return NOT_READY
 
 
 class Look:
-    """Of one recording. `is_ready(args)` is to be called while this is kept."""
+    """Of one recording. `function` is to be called while this is kept."""
 
     def __init__(self, stream: Stream | None, slots: Slots, counts: Words | None, feeds: Feeds | None):
         """`stream`: None where it cannot be asked for. `counts`: of references to outputs; None where these are borrowed. `feeds`: copies
         that are part of the recording."""
-        self.is_ready: Callable[[Sequence[Any]], bool] = never
-        # whether a recording that is ready has its inputs
-        self.feeds = feeds is not None and feeds.is_all
+        self.function: Callable[[Sequence[Any]], int] = look_again
         if stream is None or slots.check is None:
             return
         words, copies = None if counts is None else counts.facts, feeds.facts if feeds is not None and feeds.is_all else None
         parts: tuple[ctypes.Structure | None, ...] = (stream, words, slots.check.facts, copies)
         facts = Ready(*[None if part is None else ctypes.addressof(part) for part in parts])
         self._kept = (parts, facts, slots, counts, feeds)
-        self.is_ready = slots.check.native.is_ready(facts)
+        self.function = slots.check.native.look(facts)
 
 
 def stream_of(device: torch.device, last: ctypes.c_int64) -> Stream | None:

@@ -1,4 +1,4 @@
-"""One look at a call of a recording: ready where all is as it was at the last call, and at nothing else. Streams and driver are made up."""
+"""One look at a call of a recording: ready where all is as it was at the last call, and nowhere else. Streams and driver are made up."""
 
 import ctypes
 
@@ -7,6 +7,7 @@ import torch
 
 from dynaflow.runtime import feeds, native, ready, slots
 from dynaflow.runtime.lent import Lent
+from dynaflow.runtime.ready import FED, NOT_READY, READY
 from tests.cpu.runtime.machine import Machine
 
 DEVICE, STREAM = 3, 0x7F00
@@ -51,8 +52,8 @@ class Call:
     def args(self):
         return [self.x, self.weight, self.cache]
 
-    def is_ready(self):
-        found = {self.look.is_ready(self.args), self.look.is_ready(tuple(self.args))}
+    def found(self):
+        found = {self.look.function(self.args), self.look.function(tuple(self.args))}
         assert len(found) == 1
         return found.pop()
 
@@ -88,6 +89,17 @@ def with_an_input_in_the_cache(call):
     call.x = call.cache
 
 
+OTHERWISE = [on_another_stream, while_it_is_captured, where_the_driver_cannot_say, while_somebody_has_the_output, with_a_weight_that_moved,
+             with_an_input_in_the_cache]  # fmt: skip
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_what_is_otherwise_is_looked_at_again(call, otherwise):
+    assert call.found() == FED
+    otherwise(call)
+    assert call.found() == NOT_READY
+
+
 def with_an_input_that_lies_otherwise(call):
     call.x = torch.randn(8)[::2]
 
@@ -100,44 +112,36 @@ def where_the_driver_refuses(call):
     call.machine.refuses = True
 
 
-OTHERWISE = [
-    on_another_stream, while_it_is_captured, where_the_driver_cannot_say, while_somebody_has_the_output, with_a_weight_that_moved,
-    with_an_input_in_the_cache, with_an_input_that_lies_otherwise, with_an_input_of_another_kind, where_the_driver_refuses,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("otherwise", OTHERWISE)
-def test_is_not_ready(call, otherwise):
-    assert call.is_ready()
+@pytest.mark.parametrize("otherwise", [with_an_input_that_lies_otherwise, with_an_input_of_another_kind, where_the_driver_refuses])
+def test_inputs_that_a_recording_cannot_copy_are_left_to_torch(call, otherwise):
     otherwise(call)
-    assert not call.is_ready()
+    assert call.found() == READY
 
 
-def test_is_ready_for_every_call_like_the_last_and_reads_its_inputs(call):
+def test_every_call_like_the_last_is_ready_and_its_inputs_are_read(call):
     for _ in range(3):
         call.x = torch.randn(4)
-        assert call.is_ready() and call.look.feeds
+        assert call.found() == FED
         call.machine.replay()
         assert torch.equal(call.slot.tensor, call.x)
         held = call.lent.lend()
-        assert not call.is_ready()
+        assert call.found() == NOT_READY
         del held
     call.streams.now = call.streams.last.value = 0
-    assert call.is_ready(), "the default stream is as good as any"
+    assert call.found() == FED, "the default stream is as good as any"
 
 
 def test_outputs_that_are_borrowed_may_be_held():
     call = Call(is_borrowed=True)
     held = call.lent.lend()
-    assert call.is_ready()
+    assert call.found() == FED
     del held
     call.lent.leave()
 
 
-def test_inputs_that_torch_copies_are_not_looked_at_twice():
+def test_where_no_copies_are_recorded_torch_makes_them():
     call = Call(is_fed=False)
-    with_an_input_that_lies_otherwise(call)
-    assert call.is_ready() and not call.look.feeds and not call.machine.num_set
+    assert call.found() == READY and not call.machine.num_set
     call.lent.leave()
 
 
@@ -145,12 +149,12 @@ def test_outputs_that_stand_anew_are_looked_at_where_they_are(call):
     """After one was moved to memory that processes share."""
     (sent,) = call.lent.lend()
     sent.share_memory_()
-    assert not call.is_ready()
-    assert call.lent.is_gone() and call.is_ready()
+    assert call.found() == NOT_READY
+    assert call.lent.is_gone() and call.found() == FED
     held = call.lent.lend()
-    assert not call.is_ready()
+    assert call.found() == NOT_READY
     del held, sent
-    assert call.is_ready()
+    assert call.found() == FED
 
 
 @pytest.mark.parametrize("missing", ["streams", "C"])
@@ -160,14 +164,14 @@ def test_is_never_ready_where_it_cannot_look(monkeypatch, missing):
     args = [torch.randn(4)]
     held = slots.Slots(args, {0: None}, [])
     look = ready.Look(None if missing == "streams" else Streams().facts, held, None, None)
-    assert not look.is_ready(args)
+    assert look.function(args) == NOT_READY
 
 
 def test_without_a_device_there_is_no_stream_to_look_at():
     args = [torch.randn(4)]
     held = slots.Slots(args, {0: None}, [])
     look = ready.Look(ready.stream_of(torch.device("cpu"), ctypes.c_int64(-1)), held, None, None)
-    assert look.is_ready(args) and not look.feeds
+    assert look.function(args) == READY
 
 
 def test_a_device_whose_functions_are_not_found_is_not_looked_at(monkeypatch):
