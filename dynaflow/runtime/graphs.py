@@ -150,7 +150,7 @@ class CudaRecorder:
             self._feeds.bind(self._graph)
             self._feeds = None  # of what is recorded in pieces, the first has them
         self._leave()
-        launch = super(torch.cuda.CUDAGraph, self._graph).replay  # torch's own method does the same, and is Python's to call
+        launch = super(torch.cuda.CUDAGraph, self._graph).replay  # what torch's own method comes down to
         return turns_of(self._device).takes(launch) if self._has_products else launch
 
     def _leave(self) -> None:
@@ -350,10 +350,10 @@ class Recordings:
 
     def replay(self, key: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
-        bucket = self._kept.get(key)
-        if bucket is None:
-            return None
         with self._pool.lock:
+            bucket = self._kept.get(key)
+            if bucket is None:
+                return None
             for recording in bucket.recordings[:MAX_ROTATION]:
                 if (found := recording.look(args)) and (found == FED or recording.feed(args)):
                     break
@@ -464,7 +464,7 @@ class Recordings:
                 if slots is not None:
                     feeds = feeds if feeds is not None and feeds.is_bound else None
                     recording.feed = slots.fill if feeds is None else feeds
-                    recording.looks(Look(self._stream, slots, None if self._borrow else recording.lent.counts, feeds))
+                    recording.looks(Look(self._stream, slots, recording.lent.counts, feeds, self._borrow))
                 return recording
 
     def make_recorder(self, body: Body, feeds: Feeds | None) -> Recorder | None:

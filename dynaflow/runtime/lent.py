@@ -12,11 +12,11 @@ import itertools
 import threading
 from collections import Counter
 from sys import getrefcount
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import torch
 
-from dynaflow.runtime.native import Native, Words, native
+from dynaflow.runtime.native import Native, Words, native, word_at
 
 # a storage over memory that is somebody else's
 _storage_at: Any = torch._C._construct_storage_from_data_pointer
@@ -44,31 +44,44 @@ class Lent:
         # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
         self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])
+        # The same for the caller's; those that share their memory share a storage, which they all use. Of each memory: Python's object
+        # for the storage, its handle, where it is, and how much uses it while nobody has any of it.
         self._memory = memory
-        made = native()
-        # where references are counted to all that stands here
-        self.counts = None if made is None else Words(made)
-        self._stand()
-
-    def _stand(self) -> None:
-        """The same for the caller's; those that share their memory share a storage, which they all use. Of each storage: Python's object
-        for it, its handle, where it is, and how much uses it while nobody has any of it."""
-        storages = {m: _storage_at(*m) for m in dict.fromkeys(self._memory[n] for n in self._callers)}
-        self._shared = [_tensor_over(storages[self._memory[n]], _lie(self._outputs[n])) for n in self._callers]
-        self._unused = [(s, s._cdata, m[0], 0) for m, s in storages.items()]
-        del storages
-        self._unused = [(s, handle, address, _num_uses(handle)) for s, handle, address, _ in self._unused]
+        self._shared: list[Any] = [None] * len(self._callers)
+        self._unused: dict[_Memory, tuple[Any, int, int, int]] = {}
+        for each in dict.fromkeys(memory[n] for n in self._callers):
+            self._stand(each)
         self._refs_unused = _references_to_storage(self._unused)
-        if self.counts is not None:
-            self.counts.watch([*self._counted(self.counts.native)])  # nobody else has any yet
+        made = native()
+        # where references to all that stands here are counted; by memory, None for what is saved: what is counted while nobody has any
+        self.counts = None if made is None else Words(made)
+        self._nobodys: dict[_Memory | None, list[tuple[int, int]]] = {}
+        for which in (None, *self._unused):
+            self._count(which)
 
-    def _counted(self, made: Native) -> Iterator[int]:
-        """Where the references to all that stands here are counted, and where storages say where their memory is."""
-        for storage, handle, _, _ in self._unused:
-            yield from (id(storage) + made.by_python_at, handle + made.by_torch_at, handle + made.facts.data_at)
+    def _stand(self, memory: _Memory) -> None:
+        storage = _storage_at(*memory)
+        for k, n in enumerate(self._callers):
+            if self._memory[n] == memory:
+                self._shared[k] = _tensor_over(storage, _lie(self._outputs[n]))
+        self._unused[memory] = (storage, storage._cdata, memory[0], _num_uses(storage._cdata))
+
+    def _count(self, which: _Memory | None) -> None:
+        """What was made for this memory just now: nobody else has any of it yet."""
+        if self.counts is not None:
+            self._nobodys[which] = [(at, word_at(at)) for at in self._counted(which, self.counts.native)]
+            self.counts.watch([word for words in self._nobodys.values() for word in words])
+
+    def _counted(self, which: _Memory | None, made: Native) -> list[int]:
+        """Where references are counted, and where storages say where their memory is."""
+        if which is not None:
+            storage, handle, _, _ = self._unused[which]
+            return [id(storage) + made.by_python_at, handle + made.by_torch_at, handle + made.facts.data_at]
+        found = []
         for tensor, storage, handle in self.standing:
-            yield from (id(tensor) + made.by_python_at, tensor._cdata + made.by_torch_at)
-            yield from (id(storage) + made.by_python_at, handle + made.by_torch_at)
+            found += [id(tensor) + made.by_python_at, tensor._cdata + made.by_torch_at]
+            found += [id(storage) + made.by_python_at, handle + made.by_torch_at]
+        return found
 
     def lend(self) -> list[torch.Tensor]:
         if not self.saved:
@@ -84,9 +97,10 @@ class Lent:
         """Whether nobody refers to what was handed out last. Of hundreds on the path of every call: all counts are as they were, mostly."""
         if self.counts is not None and self.counts.hold():
             return True
-        for storage, handle, address, num_uses in self._unused:
+        for memory, (storage, handle, address, num_uses) in self._unused.items():
             if storage.data_ptr() != address:  # somebody moved it to memory that processes share: it is theirs, and ours is free
-                self._stand()
+                self._stand(memory)
+                self._count(memory)
                 return self.is_gone()
             if _num_uses(handle) > num_uses or getrefcount(storage) > self._refs_unused:
                 return False
@@ -99,9 +113,9 @@ class Lent:
             outlived[next(_numbers)] = self
 
 
-def _references_to_storage(unused: Sequence[tuple[Any, int, int, int]]) -> int:
+def _references_to_storage(unused: Mapping[_Memory, tuple[Any, int, int, int]]) -> int:
     """As `Lent.is_gone` counts them."""
-    for storage, _, _, _ in unused:
+    for _, (storage, _, _, _) in unused.items():
         return getrefcount(storage)
     return 0
 

@@ -121,10 +121,10 @@ static int differs(const struct torch *torch, const void *tensor, const struct a
 /* what is given for an argument: an item of a list or a tuple */
 static char *item_of(const struct torch *torch, const char *args, int64_t number) {
     const void *type = *(void *const *)(args + torch->type_at);
+    if (type != torch->tuple && type != torch->list) return 0;
     if (number >= *(const int64_t *)(args + torch->count_at)) return 0;
     if (type == torch->tuple) return ((char *const *)(args + torch->tuple_at))[number];
-    if (type == torch->list) return (*(char *const *const *)(args + torch->list_at))[number];
-    return 0;
+    return (*(char *const *const *)(args + torch->list_at))[number];
 }
 
 /* whether an object is of this class and has its tensor itself */

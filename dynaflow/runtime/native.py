@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, Callable, Sequence
@@ -146,17 +148,21 @@ def _place(arg: torch.Tensor, number: int, is_read: bool) -> Place:
 
 
 class Words:
-    """What stands at addresses that stay what they are: whether it still does."""
+    """What stands at addresses that stay what they are: whether it is still what it was."""
 
-    def __init__(self, native: Native, addresses: Sequence[int] = ()):
+    def __init__(self, native: Native, words: Sequence[tuple[int, int]] = ()):
         self.facts = Table()
         self.native, self.hold = native, native.hold(self.facts)
-        self.watch(addresses)
+        self.watch(words)
 
-    def watch(self, addresses: Sequence[int]) -> None:
-        """These, from now on, as they are now."""
-        self._words = (Word * len(addresses))(*[Word(at, _Int.from_address(at).value) for at in addresses])
-        self.facts.each, self.facts.count = ctypes.addressof(self._words), len(addresses)
+    def watch(self, words: Sequence[tuple[int, int]]) -> None:
+        """These addresses from now on, and what is to stand there."""
+        self._words = (Word * len(words))(*[Word(*word) for word in words])
+        self.facts.each, self.facts.count = ctypes.addressof(self._words), len(words)
+
+
+def word_at(address: int) -> int:
+    return _Int.from_address(address).value
 
 
 def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:
@@ -175,10 +181,19 @@ def describe(arg: torch.Tensor, number: int, has_lie: bool = True) -> Argument:
     return found
 
 
-@cache
 def native() -> Native | None:
+    """None where it cannot be had. The same for all that ask, and for good."""
+    with _making:
+        return _made()
+
+
+_making = threading.Lock()
+
+
+@cache
+def _made() -> Native | None:
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.inference_mode(False):
             made = Native(_compiled(), _facts(), _counts())
             if why := _is_wrong(made):
                 raise OSError(why)
@@ -212,6 +227,8 @@ def _library() -> ctypes.CDLL:
 def _facts() -> Torch:
     if sys.implementation.name != "cpython":
         raise OSError(f"objects of {sys.implementation.name} are not known")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise OSError("objects of this build of Python are counted by several threads at once")
     names = ["aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides", *_FACTS]
     pointers = [ctypes.cast(getattr(_library(), name), _Pointer) for name in names]
     found = _offsets()

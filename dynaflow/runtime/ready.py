@@ -29,13 +29,14 @@ def look_again(args: Sequence[Any]) -> int:
 class Look:
     """Of one recording. `function` is to be called while this is kept."""
 
-    def __init__(self, stream: Stream | None, slots: Slots, counts: Words | None, feeds: Feeds | None):
-        """`stream`: None where it cannot be asked for. `counts`: of references to outputs; None where these are borrowed. `feeds`: copies
-        that are part of the recording."""
+    def __init__(self, stream: Stream | None, slots: Slots, counts: Words | None, feeds: Feeds | None, is_borrowed: bool = False):
+        """`stream`, `counts` of references to outputs: None where they cannot be asked for. `feeds`: copies that are part of the
+        recording. `is_borrowed`: whoever has the outputs has them until this call."""
         self.function: Callable[[Sequence[Any]], int] = look_again
-        if stream is None or slots.check is None:
+        if stream is None or slots.check is None or (counts is None and not is_borrowed):
             return
-        words, copies = None if counts is None else counts.facts, feeds.facts if feeds is not None and feeds.is_all else None
+        words = None if counts is None or is_borrowed else counts.facts
+        copies = feeds.facts if feeds is not None and feeds.is_all else None
         parts: tuple[ctypes.Structure | None, ...] = (stream, words, slots.check.facts, copies)
         facts = Ready(*[None if part is None else ctypes.addressof(part) for part in parts])
         self._kept = (parts, facts, slots, counts, feeds)
@@ -47,7 +48,11 @@ def stream_of(device: torch.device, last: ctypes.c_int64) -> Stream | None:
     if device.type != "cuda":
         return Stream(None, None, 0, None)
     functions = _functions()
-    return None if functions is None else Stream(*functions, device.index or 0, ctypes.addressof(last))
+    if functions is None:
+        return None
+    made = Stream(*functions, device.index or 0, ctypes.addressof(last))
+    made.kept = last  # type: ignore[attr-defined]
+    return made
 
 
 @cache

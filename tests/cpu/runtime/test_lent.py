@@ -128,7 +128,7 @@ def test_an_output_that_is_moved_to_shared_memory_is_the_callers_alone(lend):
     """As by a queue between processes."""
     memory = torch.randn(4)
     made = lend([memory, torch.randn(4)])
-    (sent, _), wanted = made.lend(), memory.clone()
+    sent, wanted = made.lend()[0], memory.clone()
     sent.share_memory_()
     assert made.is_gone(), "nobody has what a recording writes to"
     memory.fill_(7)
@@ -136,4 +136,19 @@ def test_an_output_that_is_moved_to_shared_memory_is_the_callers_alone(lend):
     kept = made.lend()
     assert not made.is_gone()
     del kept
+    assert made.is_gone()
+
+
+@pytest.mark.parametrize("saved", [(), (1,)])
+def test_what_is_held_beside_it_is_still_held(lend, saved):
+    """Another output of the caller's, or what a backward has."""
+    made = lend([torch.randn(4), torch.randn(4)], saved)
+    sent, held = made.lend()
+    for _ in range(2):
+        sent.share_memory_()
+        assert not made.is_gone()
+        sent = made.lend()[0]
+    del sent
+    assert not made.is_gone()
+    del held
     assert made.is_gone()

@@ -4,7 +4,10 @@ import ctypes
 import gc
 import logging
 import subprocess
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,15 +19,31 @@ from dynaflow.runtime import native
 @pytest.fixture
 def fresh():
     """As in a process that has not compiled it yet."""
-    native.native.cache_clear()
+    native._made.cache_clear()
     yield
-    native.native.cache_clear()
+    native._made.cache_clear()
 
 
 def test_is_compiled_once(fresh, monkeypatch):
     runs, real = [], subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: runs.append(args) or real(*args, **options))
     assert native.native() is native.native() is not None and len(runs) == 1
+
+
+def test_all_threads_get_the_same(fresh, monkeypatch):
+    """Of two that ask at once, one compiles: what one finds, the other must not miss."""
+    real, compilers = native._compiled, threading.Barrier(2, timeout=1)
+
+    def compiled():
+        with suppress(threading.BrokenBarrierError):
+            compilers.wait()
+            raise OSError("two compile at once")
+        return real()
+
+    monkeypatch.setattr(native, "_compiled", compiled)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: native.native(), range(2))
+    assert one is other is not None
 
 
 def test_a_compiler_that_does_not_work_is_not_the_last(fresh, monkeypatch, tmp_path):
@@ -35,7 +54,7 @@ def test_a_compiler_that_does_not_work_is_not_the_last(fresh, monkeypatch, tmp_p
     assert native.native() is not None
 
 
-@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode, torch.no_grad])
 def test_the_first_use_may_be_under_a_mode(fresh, mode):
     with mode():
         assert native.native() is not None
@@ -107,7 +126,12 @@ def other_counts(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "view", lambda self, *shape: None)
 
 
-FAULTS = [wrong_address, wrong_lie, no_compiler, broken_source, another_layout, wrong_offset, wrong_data, other_counts]
+def without_the_lock(monkeypatch):
+    """A build of Python whose threads run at the same time."""
+    monkeypatch.setattr(native.sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
+
+
+FAULTS = [without_the_lock, wrong_address, wrong_lie, no_compiler, broken_source, another_layout, wrong_offset, wrong_data, other_counts]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -138,7 +162,7 @@ def test_memory_that_is_shared_until_it_is_written_to(written):
 
 def test_words_hold_until_one_changes():
     numbers = (ctypes.c_int64 * 3)(1, 2, 3)
-    words = native.Words(native.native(), [ctypes.addressof(numbers) + 8 * i for i in range(3)])
+    words = native.Words(native.native(), [(ctypes.addressof(numbers) + 8 * i, numbers[i]) for i in range(3)])
     for i, number in enumerate(numbers):
         assert words.hold()
         numbers[i] = -number

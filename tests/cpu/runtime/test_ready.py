@@ -1,11 +1,17 @@
 """One look at a call of a recording: ready where all is as it was at the last call, and nowhere else. Streams and driver are made up."""
 
 import ctypes
+import gc
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
-from dynaflow.runtime import feeds, native, ready, slots
+import dynaflow as df
+from dynaflow.runtime import feeds, graphs, native, ready, slots
 from dynaflow.runtime.lent import Lent
 from dynaflow.runtime.ready import FED, NOT_READY, READY
 from tests.cpu.runtime.machine import Machine
@@ -45,7 +51,7 @@ class Call:
         self.feeds.issue()
         self.feeds.bind("a graph")
         self.lent = Lent([torch.randn(4)])
-        self.look = ready.Look(self.streams.facts, held, None if is_borrowed else self.lent.counts, self.feeds if is_fed else None)
+        self.look = ready.Look(self.streams.facts, held, self.lent.counts, self.feeds if is_fed else None, is_borrowed)
         self.slot = held.each[0]
 
     @property
@@ -85,19 +91,24 @@ def with_a_weight_that_moved(call):
     call.weight.data = torch.randn(4)
 
 
+def with_another_cache(call):
+    call.cache = torch.zeros(4)
+
+
 def with_an_input_in_the_cache(call):
     call.x = call.cache
 
 
 OTHERWISE = [on_another_stream, while_it_is_captured, where_the_driver_cannot_say, while_somebody_has_the_output, with_a_weight_that_moved,
-             with_an_input_in_the_cache]  # fmt: skip
+             with_another_cache, with_an_input_in_the_cache]  # fmt: skip
 
 
 @pytest.mark.parametrize("otherwise", OTHERWISE)
 def test_what_is_otherwise_is_looked_at_again(call, otherwise):
     assert call.found() == FED
     otherwise(call)
-    assert call.found() == NOT_READY
+    num_set = call.machine.num_set
+    assert call.found() == NOT_READY and call.machine.num_set == num_set, "nothing is changed by a look at what is not ready"
 
 
 def with_an_input_that_lies_otherwise(call):
@@ -157,20 +168,20 @@ def test_outputs_that_stand_anew_are_looked_at_where_they_are(call):
     assert call.found() == FED
 
 
-@pytest.mark.parametrize("missing", ["streams", "C"])
+@pytest.mark.parametrize("missing", ["streams", "C", "counts", "counts of what is borrowed"])
 def test_is_never_ready_where_it_cannot_look(monkeypatch, missing):
     if missing == "C":
         monkeypatch.setattr(slots, "native", lambda: None)
-    args = [torch.randn(4)]
-    held = slots.Slots(args, {0: None}, [])
-    look = ready.Look(None if missing == "streams" else Streams().facts, held, None, None)
-    assert look.function(args) == NOT_READY
+    args, streams = [torch.randn(4)], Streams()
+    held, counts = slots.Slots(args, {0: None}, []), None if missing.startswith("counts") else native.Words(native.native())
+    look = ready.Look(None if missing == "streams" else streams.facts, held, counts, None, missing == "counts of what is borrowed")
+    assert look.function(args) == (READY if missing == "counts of what is borrowed" else NOT_READY)
 
 
 def test_without_a_device_there_is_no_stream_to_look_at():
     args = [torch.randn(4)]
     held = slots.Slots(args, {0: None}, [])
-    look = ready.Look(ready.stream_of(torch.device("cpu"), ctypes.c_int64(-1)), held, None, None)
+    look = ready.Look(ready.stream_of(torch.device("cpu"), ctypes.c_int64(-1)), held, None, None, is_borrowed=True)
     assert look.function(args) == READY
 
 
@@ -181,3 +192,101 @@ def test_a_device_whose_functions_are_not_found_is_not_looked_at(monkeypatch):
     monkeypatch.setattr(ready, "_functions", ready._functions.__wrapped__)
     monkeypatch.setattr(ready.ctypes, "CDLL", missing)
     assert ready.stream_of(torch.device("cuda", 0), ctypes.c_int64(-1)) is None
+
+
+# -- through recordings
+
+
+class Body:
+    """Adds two inputs."""
+
+    changed = promised = saved = ()
+    allocates = has_products = False
+
+    def __call__(self, given, between, outputs):
+        return outputs
+
+    def prepare(self):
+        pass
+
+    def make_outputs(self):
+        return [torch.empty(4)]
+
+    def has_steps(self):
+        return False
+
+
+class Recordings(graphs.Recordings):
+    """The copies are recorded, and made when the driver replays them; then the slots are added."""
+
+    def make_recorder(self, body, fed):
+        class Recorder:
+            def begin(self):
+                fed.issue()
+
+            def end(self):
+                fed.bind("a graph")
+                return fed._device.replay
+
+            def abort(self):
+                raise AssertionError("nothing fails here")
+
+        return Recorder()
+
+    def _make(self, given, body, held):
+        made = super()._make(given, body, held)
+        copy = made.replay
+
+        def replay():
+            copy()
+            made.outputs[0].copy_(held.each[0].tensor + held.each[1].tensor)
+
+        replay()
+        made.replay = replay
+        return made
+
+
+def test_recordings_that_copy_their_inputs_give_what_each_call_asks_for(monkeypatch):
+    """Inputs lie as they like, and results are kept for as long as callers like."""
+    machines = []
+
+    def feeds_of(held, device):
+        machines.append(Machine())
+        return feeds.Feeds(held.each, [], native.native(), machines[-1])
+
+    monkeypatch.setattr(graphs, "feeds_of", feeds_of)
+    body, key, rng = Body(), Call(), random.Random(0)
+    made = Recordings("two", torch.device("cpu"), graphs.Pool())
+
+    def call(*args):
+        out = made.replay(key, args)
+        return out if out is not None else made.record(key, args, lambda: {0: None, 1: None}, body)
+
+    def some():
+        return rng.choice([torch.randn(8)[::2], torch.randn(5)[1:], torch.randn(4), torch.randn(4)])
+
+    assert call(torch.randn(4), torch.randn(4)) is None and call(torch.randn(4), torch.randn(4)) is not None, "the second is recorded"
+    held = []
+    for _ in range(200):
+        x, y = some(), some()
+        held.append((call(x, y)[0], x + y))
+        while len(held) > rng.choice([0, 1, 2, 3]):
+            held.pop(rng.randrange(len(held)))
+        assert all(torch.equal(*each) for each in held)
+    assert len(machines) == len(made._kept[key].recordings) == graphs.MAX_ROTATION + 1
+    key.lent.leave()
+
+
+def test_a_bucket_that_another_thread_gives_up_is_not_asked_for():
+    """While this one waits for the pool."""
+    fast = df.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), strategy=df.TwoBatch(), strict=True, runtime="graph")
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        for size in (6, 6, 6, 8, 8, 8, 10, 10, 10):
+            fast(torch.randn(size, 8))
+        (made,) = (r for r in gc.get_objects() if type(r) is graphs.Recordings and r._pool is df.capture.of(fast).settings.pool)
+        x = torch.randn(6, 8)
+        with made._pool.lock:
+            waiting = pool.submit(torch.no_grad()(fast), x)
+            time.sleep(0.3)
+            made._kept.popitem(last=False)
+        torch.testing.assert_close(waiting.result(), fast.forward(x))
