@@ -1,6 +1,7 @@
 """Pieces that somebody else compiles and captures: looked at while he captures, his own callable otherwise."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def test_plans_are_issued_in_captures_alone(pieces, caplog):
     with torch.no_grad():
         assert torch.equal(fast(x), wanted)
     assert pieces.settings.stats.planned_calls == num_issues
+
+
+def test_equal_layers_share_a_region(pieces, monkeypatch):
+    """Layers of equal code have one module, which Inductor loads once."""
+
+    class Loaded:
+        def __init__(self, name, compiled, *others, **named):
+            self.module, self.cases = compiled.module, {}
+
+        def __call__(self, args):
+            return [self.module]
+
+    monkeypatch.setattr(module, "Region", Loaded)
+    graphs = [SimpleNamespace(module=code, source_code=code, current_callable=lambda args: ["plain"]) for code in ("even", "odd", "even")]
+    layers = [pieces._region({}, graph, False, ()) for graph in graphs]
+    assert len(pieces.regions) == 2
+    assert [layer([]) for layer in layers] == [["plain"]] * 3
+    with pieces.opened():
+        assert [layer([]) for layer in layers] == [["even"], ["odd"], ["even"]]
 
 
 def test_what_is_compiled_elsewhere_is_not_taken(pieces):
