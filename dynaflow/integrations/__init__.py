@@ -7,7 +7,7 @@ A file that `df.optimize` asks (it has the name of the system's package, and is 
     attach(target, optimized, options)  where needed: what else must change, by `optimized.set`
 
 All changes are attributes of the caller's objects, written down, and undone by `df.restore`. The other files are imported by their systems
-(a plugin) or by the user.
+(a plugin) or by the user; what a serving engine's file does, and what it finds here, is in `serving.py`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmC
 import dynaflow as df
 from dynaflow.integrations import vllm as integration
 from dynaflow.integrations import vllm_branches
-from dynaflow.integrations.vllm_branches import PIECES
-from dynaflow.integrations.vllm_steps import Stats
+from dynaflow.integrations.pieces import Pieces
+from dynaflow.integrations.serving import Engine
+from dynaflow.integrations.vllm import PIECES
 from tests.systems import vllm_load
 from tests.systems.test_vllm import serve
 
@@ -89,7 +90,7 @@ def pieces(tmp_path, monkeypatch):
                         vllm_branches.ACCUMULATING["torch.ops.vllm.lora_expand.default"])  # fmt: skip
     monkeypatch.setattr(vllm_branches, "accumulating", lambda config: vllm_branches.ACCUMULATING)
     integration.register()
-    fresh = vllm_branches.Pieces()
+    fresh = Pieces(Engine("vLLM", logging.getLogger("vllm")), PIECES.name, PIECES.why_none)
     for name, value in vars(fresh).items():
         monkeypatch.setattr(PIECES, name, value)
     torch.manual_seed(0)
@@ -137,9 +138,9 @@ def test_the_same_bits_compiled_and_from_the_cache(pieces, monkeypatch, caplog, 
                 wanted = fast(x)
             torch.testing.assert_close(wanted, model(x), rtol=1e-3, atol=1e-3)
             assert all(torch.equal(got, wanted) for got in open_for(pieces, fast, x)), start
-        total = Stats()
+        total = pieces.engine.stats
         with caplog.at_level(logging.INFO, "vllm.dynaflow"):
-            pieces.sum_up(total)
+            pieces.sum_up()
         assert total.regions == total.planned_regions == len(pieces.regions) and not total.fallbacks and not total.refusal
     assert f"{total.regions} of {total.regions} pieces run under plans" in caplog.text
     texts = [case.choice.plan for region in pieces.regions for case in region.cases.values()]
@@ -176,8 +177,8 @@ def test_it_is_measured_unless_asked_otherwise(pieces):
     fast, x = compiled(Layered()), torch.randn(6, WIDTH)
     results = open_for(pieces, fast, x)
     assert torch.equal(*results[:2])
-    total = Stats()
-    pieces.sum_up(total)
+    pieces.sum_up()
+    total = pieces.engine.stats
     assert total.regions and not total.planned_regions and not total.fallbacks
     assert all(case.is_measured and case.choice.times_us for region in pieces.regions for case in region.cases.values())
 
@@ -188,14 +189,16 @@ def test_nothing_is_touched_unless_asked_for(pieces, dynaflow):
     assert not pieces.regions
 
 
+def runner_of(dynaflow):
+    return SimpleNamespace(vllm_config=SimpleNamespace(additional_config=dynaflow and {"dynaflow": dynaflow}))
+
+
 @pytest.mark.parametrize("dynaflow", [None, "branches"])
 def test_pieces_are_open_while_vllm_captures(pieces, dynaflow):
-    seen, total = [], Stats()
+    seen = []
     pieces.regions.append(SimpleNamespace(cases={}))
-    capture = vllm_branches._opened(lambda runner: seen.append(pieces.is_open), integration._wants_branches, total)
-    runner = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=dynaflow and {"dynaflow": dynaflow}))
-    capture(runner)
-    assert seen == [dynaflow is not None] and not pieces.is_open and total.regions == (dynaflow is not None)
+    integration._capture(lambda runner: seen.append(pieces.is_open), runner_of(dynaflow))
+    assert seen == [dynaflow is not None] and not pieces.is_open and pieces.engine.stats.regions == (dynaflow is not None)
 
 
 def test_pieces_are_closed_after_a_capture_that_fails(pieces):
@@ -203,14 +206,13 @@ def test_pieces_are_closed_after_a_capture_that_fails(pieces):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        vllm_branches._opened(capture, lambda config: True, Stats())(SimpleNamespace(vllm_config=None))
+        integration._capture(capture, runner_of("branches"))
     assert not pieces.is_open
 
 
 def test_no_pieces_is_said(pieces):
-    total = Stats()
-    pieces.sum_up(total)
-    assert "compiled none of its pieces" in total.refusal
+    pieces.sum_up()
+    assert "compiled none of its pieces" in pieces.engine.stats.refusal
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,13 @@ def reader_before_writer(length_behind):
 
 def make_mistake(name):
     """What a test's twin leaves out, to see that it is needed."""
-    from dynaflow.integrations import vllm, vllm_steps
+    from dynaflow.integrations import steps, vllm
 
     if name == "order":
         vllm._cache_of_layer = lambda call: []
     else:
         assert name == "together"
-        vllm_steps.readers_before_writers = lambda *_: set()
+        steps.readers_before_writers = lambda *_: set()
 
 
 def be_like_cuda():

@@ -1,0 +1,149 @@
+"""Steps of a serving engine, in parts or as the engine has them.
+
+A step is one call of the engine's model on the tokens of several requests, which lie request by request. An engine's own `Steps` stand
+between it and its model: it calls `step` where it called the model, and hands over what the methods below say:
+
+    why_whole   reasons of its own to leave a step alone         starts     where the step's requests begin
+    in_parts    the call of `self.fast`, the model under a plan  tables     who reads and writes which blocks of its prefix cache
+    whole       its own call of its model                        contexts   per part: what its model looks at beside arguments
+                                                                 group      the ranks that run these steps together
+
+Its ops that read or write a cache of its own name it (`uses=` of a split rule): parts then run it in the order of their rows, so that a
+request may be cut inside, its later tokens reading what its earlier ones wrote.
+
+Promised:
+1. A step that is too small costs two comparisons, and one that `why_whole` is against what that compares: nothing of its metadata is
+   looked at.
+2. Every step runs once. One that cannot be cut, or that the strategy gives up, runs as a whole; it is counted under its reason.
+3. What holds for good (a mistake of the strategy's, a model that cannot be captured) is logged once; all later steps are whole ones.
+4. Ranks decide alike: by what all of them know of the step and, under "auto", by times that they add up. Where one of them is missing,
+   that is raised: what the others run is not known.
+5. Cuts move to requests' first tokens (`requests.py`). None lies between a reader of the prefix cache and a writer that comes behind it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+import dynaflow as df
+from dynaflow.engine import Rows
+from dynaflow.errors import DynaFlowError, FellBack, RankMissing
+from dynaflow.integrations.requests import place_cuts, readers_before_writers
+from dynaflow.integrations.serving import Engine, Options
+from dynaflow.integrations.step_trials import Kind, Trials, kind_of
+
+
+class Steps(ABC):
+    def __init__(self, engine: Engine, options: Options, model: Any, **reading: Any):
+        """`reading`: how calls of the model are to be read and cut, df.compile's `batch=` and `partition=`."""
+        self.engine, self.min_tokens = engine, options.min_tokens
+        self.trials = Trials(engine.name, engine.log, self._added_up) if options.is_auto else None
+        # of the step that is being split
+        self._starts = np.zeros(1, np.int64)
+        self.fast = df.compile(
+            model, strategy=options.strategy, compiler=options.compiler, runtime=options.runtime, strict=True, part_context=self.contexts,
+            align=self._align, **reading,
+        )  # fmt: skip
+        name, where = type(options.strategy).__name__, ", where they are measured to be faster so" if options.is_auto else ""
+        engine.log.info("dynaflow: steps of %d tokens or more run under %s%s", self.min_tokens, name, where)
+
+    # -- what an engine hands over. `call`, `named`: the arguments of `step`, which are those of the engine's own call
+
+    @abstractmethod
+    def why_whole(self, *call: Any, **named: Any) -> str:
+        """Why this step is left alone, from what is at hand; empty where it need not be. Only steps that are large enough come here."""
+
+    @abstractmethod
+    def starts(self) -> np.ndarray:
+        """The first token of each request, and the end. The first that is asked of a step, and once."""
+
+    @abstractmethod
+    def tables(self) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
+        """Of its prefix cache: tokens computed per request, blocks per request, tokens per block, as `readers_before_writers` takes them.
+        None where there is no such cache, or where a request is never admitted on blocks that its own step computes."""
+
+    @abstractmethod
+    def in_parts(self, num_tokens: int, *call: Any, **named: Any) -> Any:
+        """Call `self.fast` with the first `num_tokens` tokens: the others pad the step."""
+
+    @abstractmethod
+    def whole(self, *call: Any, **named: Any) -> Any:
+        """The engine's own call."""
+
+    @abstractmethod
+    def contexts(self, parts: Sequence[Rows]) -> Sequence[AbstractContextManager[Any]]:
+        """One per part, entered around its launches. `requests_of` says whose tokens a part has."""
+
+    @abstractmethod
+    def group(self) -> Any:
+        """The process group, on the host, of the ranks that run these steps together; None where this one is alone."""
+
+    # -- what it gets
+
+    def step(self, num_tokens: int, *call: Any, **named: Any) -> Any:
+        """In the place of the engine's call. `num_tokens`: without those that pad the step."""
+        stats = self.engine.stats
+        reason = stats.refusal or (
+            f"fewer than {self.min_tokens} tokens" if num_tokens < self.min_tokens else self.why_whole(*call, **named))  # fmt: skip
+        stats.steps += 1
+        kind = None
+        if not reason:
+            self._starts = self.starts()
+            tags = tags_of(self._starts, num_tokens)
+            if self.trials is not None:
+                kind = kind_of(tags["phase"], num_tokens, tags["mostly"])
+                reason = "" if self.trials.wants_parts(kind) else "auto: no faster in parts, or its turn as a whole"
+        if not reason:
+            try:
+                with self._timed(kind, num_tokens, True), df.context(**tags):
+                    result = self.in_parts(num_tokens, *call, **named)
+                    stats.split_steps += 1
+                    return result
+            except FellBack as error:
+                reason = str(error).splitlines()[0]
+                if self.trials is not None and kind is not None:
+                    self.trials.refused(kind)
+            except RankMissing:
+                raise
+            except (DynaFlowError, TorchDynamoException) as error:
+                reason = stats.refusal = str(error).splitlines()[0]
+                self.engine.log.error("dynaflow leaves this model to %s from here on: %s", self.engine.name, error)
+        stats.fallbacks[reason] += 1
+        with self._timed(kind, num_tokens, False):
+            return self.whole(*call, **named)
+
+    def requests_of(self, part: Rows) -> slice:
+        """The requests that a part has tokens of; the first and the last of them may be cut."""
+        first = int(np.searchsorted(self._starts, part.start, side="right")) - 1
+        return slice(first, int(np.searchsorted(self._starts, part.stop)))
+
+    def _align(self, cuts: Sequence[int]) -> list[int]:
+        pairs = (readers_before_writers(computed, self._starts, blocks, size) for computed, blocks, size in self.tables())
+        moved = place_cuts(cuts, self._starts, set[tuple[int, int]]().union(*pairs))
+        self.engine.stats.cut_requests += int((~np.isin(moved, self._starts)).sum())
+        return moved
+
+    def _timed(self, kind: Kind | None, num_tokens: int, in_parts: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.trials is None or kind is None else self.trials.timed(kind, num_tokens, in_parts)
+
+    def _added_up(self, numbers: list[float]) -> list[float]:
+        group = self.group()
+        if group is None:
+            return numbers
+        total = torch.tensor(numbers, dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=group)
+        return total.tolist()
+
+
+def tags_of(starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    """What a strategy is told of a step: its phase, the requests that make one token, and what most of its tokens are."""
+    num_decoding = int((np.diff(starts) == 1).sum())
+    phase = "prefill" if not num_decoding else "decode" if num_decoding == len(starts) - 1 else "mixed"
+    return {"phase": phase, "num_decoding": num_decoding, "mostly": "decode" if 2 * num_decoding >= num_tokens else "prefill"}
