@@ -266,6 +266,28 @@ def test_inputs_are_copied_by_the_recording_itself(monkeypatch):
     assert all(torch.equal(a, b) for wanted, got in kept for a, b in zip(wanted, got))
 
 
+def test_a_call_like_the_last_takes_one_look(monkeypatch):
+    """Streams and captures included; another stream is looked at once more, then it is the last one."""
+    seen, run = [], graphs.Recordings._run
+    monkeypatch.setattr(graphs.Recordings, "_run", lambda self, *rest: seen.append(1) or run(self, *rest))
+    model, side = nn.Linear(64, 64, device=DEVICE).eval(), torch.cuda.Stream()
+    fast = df.compile(model, strategy="sequential", runtime="graph", compiler="eager")
+
+    def num_looks(count):
+        seen.clear()
+        for _ in range(count):
+            x = torch.randn(8, 64, device=DEVICE)
+            torch.testing.assert_close(fast(x), model(x))
+        return len(seen)
+
+    with torch.no_grad():
+        assert num_looks(4) == 1, "the second call is recorded"
+        assert num_looks(5) == 0
+        with torch.cuda.stream(side):
+            assert num_looks(5) == 1
+        assert num_looks(5) == 1
+
+
 def test_a_thread_that_has_not_used_the_device_replays_too():
     model = nn.Linear(64, 64, device=DEVICE).eval()
     fast, results = df.compile(model, strategy="sequential", runtime="graph", compiler="eager"), []
