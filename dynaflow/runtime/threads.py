@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any, Callable, NamedTuple
@@ -151,8 +152,12 @@ def _leave() -> None:
         _lanes.clear()
         for queue, _ in lanes:
             queue.put(None)
+    until = time.monotonic() + LEAVE_S
     for _, thread in lanes:
-        thread.join(LEAVE_S)
+        thread.join(max(0.0, until - time.monotonic()))
+        # Python is done with a thread before the thread is: what torch keeps per thread goes last, and may need Python
+        while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 def _follow(work: _Work) -> None:

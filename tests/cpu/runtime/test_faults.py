@@ -244,3 +244,24 @@ print("called")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stdout.strip()) == (0, "called"), done.stderr
+
+
+def test_what_torch_keeps_per_thread_is_gone_before_python_is():
+    """A lane is over for Python before its thread is: what goes last, there, takes its time and needs Python."""
+    script = """
+import threading, time, torch
+from dynaflow.runtime import threads
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.3)
+        print("gone")
+
+def leave(main=threading.get_ident()):
+    if threading.get_ident() != main:
+        torch._C._stash_obj_in_tls("dynaflow", Slow())
+
+threads.side_by_side(leave)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout.strip()) == (0, "gone"), done.stderr
