@@ -4,7 +4,7 @@ from math import ceil
 from dynaflow.errors import OptionError
 from dynaflow.ir import Op
 from dynaflow.planner import Planner
-from dynaflow.strategies.common import ATTENTION, at_least, by_stage, can_split_network, is_named, rows_of
+from dynaflow.strategies.common import ATTENTION, at_least, by_stage, cache_readers, can_split_network, is_named, rows_of
 from dynaflow.strategy import Strategy
 
 LANES = ("compute", "memory", "network", "copy")
@@ -17,15 +17,16 @@ class NanoFlow(Strategy):
     memory  |        attn 0a  attn 0b  attn 1a  attn 1b
     network |                          ar 0   ar 1   ...
 
-    Memory ops are those that `memory_ops` names (globs), where the tag phase ("decode", "mixed") says that attention reads a cache, and
-    leaves room for matrix products beside it. They are cut finer than the others, at the same places. The tag mostly ("prefill",
-    "decode") says what the tokens of a mixed step are for the most part.
+    Memory ops are those that `memory_ops` names (globs; None: what is called attention, and whatever reads a cache that the model
+    changes in place), where the tag phase ("decode", "mixed") says that attention reads a cache, and leaves room for matrix products
+    beside it. They are cut finer than the others, at the same places. The tag mostly ("prefill", "decode") says what the tokens of a
+    mixed step are for the most part.
     `sms` gives streams SMs of their own: {"network": 16, "memory": 32}.
     Parts of fewer than `min_tokens` tokens do not pay: then memory ops are cut as the others are, then nothing is.
     """
 
     def __init__(self, compute: Sequence[float] = (0.5, 0.5), memory: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
-                 min_tokens: int = 384, memory_ops: str | tuple[str, ...] = ATTENTION, sms: Mapping[str, int] | None = None):  # fmt: skip
+                 min_tokens: int = 384, memory_ops: str | tuple[str, ...] | None = None, sms: Mapping[str, int] | None = None):  # fmt: skip
         at_least(0, min_tokens=min_tokens)
         at_least(1, **(sms or {}))
         for name, shares in (("compute", compute), ("memory", memory)):
@@ -41,10 +42,10 @@ class NanoFlow(Strategy):
         # attention over a prompt is products: beside others it gains nothing
         phase = flow.context.tags.get("phase")
         phase = flow.context.tags.get("mostly", phase) if phase == "mixed" else phase
-        memory_ops = self.memory_ops if phase in ("decode", "mixed") else ()
+        memory_ops = self._memory_ops(flow) if phase in ("decode", "mixed") else set()
 
         def lane(op: Op) -> str:
-            return op.kind if op.kind in ("network", "copy") else "memory" if is_named(op.name, memory_ops) else "compute"
+            return op.kind if op.kind in ("network", "copy") else "memory" if op.name in memory_ops else "compute"
 
         if not can_split_network(flow) and not any(lane(op) == "memory" and not op.unsplittable for op in flow.ops):
             return flow.sequential("no network or memory op can be split")
@@ -60,3 +61,7 @@ class NanoFlow(Strategy):
         while ready := flow.get_ready_ops():
             r = min(ready, key=order)
             flow.execute(r, stream=lane(r.op))
+
+    def _memory_ops(self, flow: Planner) -> set[str]:
+        named = {op.name for op in flow.ops if is_named(op.name, ATTENTION if self.memory_ops is None else self.memory_ops)}
+        return named | cache_readers(flow.flow) if self.memory_ops is None else named

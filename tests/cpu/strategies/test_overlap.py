@@ -107,6 +107,25 @@ def test_nano_flow_has_three_lanes_and_two_cuts():
             ("L0.ar 0:3/8", "L0.attn 11:16/16"), ("L0.ar 3:8/8", "L0.mlp 0:3/8")} <= pairs  # fmt: skip
 
 
+def test_nano_flow_knows_what_reads_a_cache():
+    """Products over a cache that has another name than attention. Who writes it is none of them, nor who reads what nobody changes."""
+    text = """
+        input x
+        input keys
+        param w state
+        kv: x keys! -> k
+        q: x w -> q
+        scores: q keys -> s
+        o: s k -> o
+        ar network group:tp: o -> y
+        output y"""
+    decode = {"phase": "decode"}
+    assert labels(make(flow_of(text), NanoFlow(min_tokens=1), **decode), "memory") == [f"scores {k}/4" for k in range(4)]
+    assert not labels(make(flow_of(text), NanoFlow(min_tokens=1)), "memory"), "a prompt: its products are the cache's"
+    assert not labels(make(flow_of(text.replace("keys!", "keys")), NanoFlow(min_tokens=1), **decode), "memory"), "it is no cache"
+    assert labels(make(flow_of(text), NanoFlow(min_tokens=1, memory_ops="q"), **decode), "memory") == [f"q {k}/4" for k in range(4)]
+
+
 def test_nano_flow_gives_lanes_their_sms():
     made = make(dense(1), NanoFlow(min_tokens=1, sms={"network": 16, "memory": 32}), phase="decode")
     assert {s.name: s.sms for s in made.streams} == {"compute": None, "memory": 32, "network": 16}
