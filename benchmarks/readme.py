@@ -110,7 +110,7 @@ def _systems() -> tuple[str, str, str]:
 def _loopback() -> tuple[str, str, str]:
     """Two real processes; the link between them is emulated, and called so."""
     rows = [r for r in _load("loopback")["rows"] if r["config"]["strategy"] == "TwoBatch"]
-    found = ", ".join(f"{r['speedup']:.2f}x on {r['config']['link']}, {r['hidden_share']:.0%} of the network time hidden" for r in rows)
+    found = "; ".join(f"{r['speedup']:.2f}x on {r['config']['link']}, {r['hidden_share']:.0%} of the network time hidden" for r in rows)
     return "TwoBatch over gloo on two CPU cores, slow link emulated", found, "loopback"
 
 

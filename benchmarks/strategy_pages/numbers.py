@@ -118,7 +118,7 @@ def _loopback(strategy: str) -> str:
         return ""
     text = (
         f"**On two CPU cores, over gloo**, on a slow link that is emulated ([loopback.json]({RESULTS}/loopback.json), "
-        "[how](../ranks.md)), against the sequential plan:"
+        "[how](../../benchmarks/loopback.py)), against the sequential plan:"
     )
     return _plain_table(text, rows)
 

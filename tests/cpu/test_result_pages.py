@@ -43,3 +43,12 @@ def test_lines_of_the_integrations_are_as_the_pages_say():
     assert [text for text in said if text not in index] == []
     assert [name for name in shared if f"`{name}.py`" not in index or f"| {num_lines(name)} |" not in index] == []
     assert f"| 0 (one setting) | {num_lines(*vllm)}, in" in page and f"and {num_lines(*shared)} that know nothing" in page
+
+
+def test_what_vllms_page_says_of_branches_is_in_the_results():
+    rows = {r["config"]["load"]["requests"]: r for r in load(vllm_serving.RESULTS) if r["config"]["way"] == "branches"}
+    gain = {n: f"{r['speedup']:.2f}x" for n, r in rows.items()}
+    page = " ".join((DOCS / "systems" / "vllm.md").read_text(encoding="utf-8").split())
+    assert gain[16] == gain[64]
+    exact = f"{rows[16]['speedup']:.3f}"
+    assert f"{gain[1]} for one sequence that decodes, {gain[16]} for 16 ({exact}) and for 64, {gain[256]} for 256." in page
