@@ -131,13 +131,22 @@ def test_nano_flow_gives_lanes_their_sms():
     assert {s.name: s.sms for s in made.streams} == {"compute": None, "memory": 32, "network": 16}
 
 
-def test_nano_flow_hides_attention_too():
-    """Attention leaves half the device to products: beside them it is free."""
+def test_nano_flow_with_a_lead_runs_one_parts_products_beside_the_others_attention():
+    made = make(dense(2), NanoFlow(min_tokens=1, memory=(0.5, 0.5), lead=2), phase="decode")
+    ahead = {("L0.mlp 0/2", "L0.attn 1/2"), ("L0.mlp 1/2", "L1.attn 0/2"), ("L1.mlp 0/2", "L1.attn 1/2")}
+    assert ahead <= beside(made)
+    assert labels(made, "compute")[:4] == ["L0.qkv 0/2", "L0.o 0/2", "L0.qkv 1/2", "L0.mlp 0/2"], "warm-up: the first part alone"
+    assert not ahead <= beside(make(dense(2), NanoFlow(min_tokens=1, memory=(0.5, 0.5)), phase="decode")), "that is the other order"
+
+
+@pytest.mark.parametrize(("lead", "least", "most"), [(None, 0.4, 0.7), (1, 0.4, 0.7), (2, 0.9, 1.0)])
+def test_nano_flow_hides_attention_too(lead, least, most):
+    """Attention leaves half the device to products: beside them it is free. With parts in step, the products wait for it."""
     flow = dense(8)
     took = {"qkv": 10.0, "attn": 20.0, "o": 5.0, "ar": 8.0, "mlp": 30.0, "ar2": 8.0}
     costs = {op.name: Cost(took[op.name.split(".")[1]], 0.0 if op.kind == "network" else 0.5) for op in flow.ops}
-    made = us(flow, NanoFlow(min_tokens=1), costs, phase="decode")
-    assert made.total_us < 0.9 * us(flow, TwoBatch(), costs).total_us and made.hidden_share("memory") > 0.5
+    made = us(flow, NanoFlow(min_tokens=1, lead=lead), costs, phase="decode")
+    assert made.total_us < 0.9 * us(flow, TwoBatch(), costs).total_us and least < made.hidden_share("memory") < most
 
 
 # -- CommOverlap
