@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Sequence
 
@@ -76,6 +77,10 @@ def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequ
         groups = _join_chains(groups, sources)
     for group in groups:
         group.recordable = not any(_is_unrecordable(node, facts, rules) for node in group.nodes)
+    in_all = _macs(nodes, facts)
+    for group in groups:
+        if group.origin == "rest":
+            group.name = _main_module(_macs(group.nodes, facts), in_all) or group.name
     _name(groups)
     return groups
 
@@ -358,6 +363,20 @@ def _is_unrecordable(node: fx.Node, facts: Facts, rules: list[Rule]) -> bool:
     against = [r for r in rules if not r.recordable]
     is_called = any(isinstance(r, SplitFunc) and _calls(node, facts.nodes[node].calls, r.function) for r in against)
     return is_called or bool(against and _module_rules(module_path(node), against))
+
+
+def _macs(nodes: Iterable[fx.Node], facts: Facts) -> Counter[str]:
+    """Module -> products of the nodes inside of it."""
+    macs: Counter[str] = Counter()
+    for node in nodes:
+        macs.update({name: facts.nodes[node].macs for name, _ in module_path(node) if name and facts.nodes[node].macs})
+    return macs
+
+
+def _main_module(mine: Counter[str], in_all: Counter[str]) -> str:
+    """Of the modules whose products are all among mine the one with the most, of equal ones the innermost; empty where there is none."""
+    whole = [name for name in mine if mine[name] == in_all[name]]
+    return max(whole, key=lambda name: (mine[name], name.count(".")), default="")
 
 
 def _name(groups: Iterable[Group]) -> None:
