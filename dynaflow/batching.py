@@ -44,8 +44,9 @@ _DROPOUT = {torch.nn.functional.dropout, torch.dropout}
 
 # ops that ask for something other than data; the last few are asked of wrappers (a nested tensor)
 _ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata"} | {
-    f"aten::{name}" for name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous", "size", "stride", "numel",
-                                 "dim", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense")}  # fmt: skip
+    f"aten::{name}" for name in (
+        "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous", "size", "stride", "numel", "dim",
+        "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense")}  # fmt: skip
 
 # ops that change a tensor's shape in place, beside those that are tagged as such
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}

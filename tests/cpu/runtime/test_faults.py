@@ -268,7 +268,7 @@ threads.side_by_side(leave)
 
 
 def test_a_recording_that_outlives_its_module_says_nothing():
-    """The end of a process takes modules apart in any order. Behind a graph break, captures hang on the model's own code, which goes last."""
+    """The end of a process takes modules apart in any order. Behind a graph break, captures hang on the model's own code: it goes last."""
     script = """
 import torch, dynaflow as df
 
