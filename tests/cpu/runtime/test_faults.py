@@ -265,3 +265,23 @@ threads.side_by_side(leave)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stdout.strip()) == (0, "gone"), done.stderr
+
+
+def test_a_recording_that_outlives_its_module_says_nothing():
+    """The end of a process takes modules apart in any order. Behind a graph break, captures hang on the model's own code: it goes last."""
+    script = """
+import torch, dynaflow as df
+
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x * 2 + 1
+
+fast = df.compile(Broken(), runtime="graph", compiler="eager")
+for _ in range(3):
+    y = fast(torch.randn(2, 4))
+print("called")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120,
+                          env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "called", "")
