@@ -9,12 +9,15 @@
 
 A flow whose collectives all need the whole batch, under a plan that keeps their order, does what the graph itself does: it waits for
 nobody. Nothing is sent over the groups themselves: a difference is found by a message, never by a collective that does not return.
+
+At the end of the process, `settle` waits for what a group's threads still do with messages that have arrived.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from datetime import timedelta
@@ -153,3 +156,39 @@ def _missing(store: Any, keys: dict[int, str], flow: str) -> RankMismatch:
 
 def _key(group: str, number: str, rank: int) -> str:
     return f"dynaflow/{group}/{number}/{rank}"
+
+
+# -- the end of the process
+
+# what gloo's threads are called, which send messages and hold their tensors
+_SENDS = "pt_gloo_runloop"
+_TASKS = "/proc/self/task"
+
+
+def settle(until: float) -> None:
+    """Wait, at most until then, for gloo's threads to rest.
+
+    Whoever waits for a message goes on when it has arrived. Only then does gloo let go of its tensors, which takes Python's lock; a
+    thread that waits for the lock when Python goes away takes the process down. `destroy_process_group` ends these threads, but not
+    where a graph with collectives was captured: the graph keeps the group. (pytorch#190489)
+    """
+    num_rests = 0
+    while num_rests < 3 and (states := _states(_SENDS)) and time.monotonic() < until:
+        # Reading a state lets go of the lock: one that waits for it is awake then.
+        num_rests = num_rests + 1 if set(states) == {"S"} else 0
+        time.sleep(0.001)
+
+
+def _states(name: str) -> list[str]:
+    """Of the threads of that name: "S" sleeps, "R" runs or would."""
+    states = []
+    for task in os.listdir(_TASKS) if os.path.isdir(_TASKS) else ():
+        try:
+            with open(f"{_TASKS}/{task}/stat") as file:
+                stat = file.read()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        begin, end = stat.index("("), stat.rindex(")")
+        if stat[begin + 1 : end] == name:
+            states.append(stat[end + 2])
+    return states

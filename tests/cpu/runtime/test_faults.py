@@ -285,3 +285,30 @@ print("called")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120,
                           env={"OMP_NUM_THREADS": "1"})  # fmt: skip
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "called", "")
+
+
+def test_what_gloo_keeps_of_a_message_is_gone_before_python_is():
+    """Whoever waited for a message has gone on while gloo's thread still lets go of it: that takes its time and needs Python."""
+    script = """
+import os, threading, time, torch, torch.distributed as dist, dynaflow
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+began = threading.Event()
+
+class Slow:
+    def __del__(self, main=threading.get_ident()):
+        if threading.get_ident() == main:
+            return  # gloo was faster: once more
+        began.set()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+        print("gone")
+
+while not began.wait(0.01):
+    torch._C._stash_obj_in_tls("dynaflow", Slow())  # a message keeps what its sender's thread has
+    dist.all_reduce(torch.ones(3), async_op=True)
+    torch._C._stash_obj_in_tls("dynaflow", None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout.strip()) == (0, "gone"), done.stderr
