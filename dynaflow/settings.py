@@ -192,7 +192,12 @@ def read_strategy(strategy: Any) -> Strategy:
                 f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))}, 'module:Class' or a df.Strategy")
         return _NAMED[strategy]()
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        strategy = strategy()
+        try:
+            strategy = strategy()
+        except TypeError as error:
+            raise OptionError(
+                f"strategy {strategy.__name__} cannot be made of its name alone.", why=str(error),
+                fix="give it a strategy that is made, or name a subclass whose __init__ takes nothing") from error  # fmt: skip
     if not callable(getattr(strategy, "schedule", None)):
         raise OptionError(f"{strategy!r} is no strategy.", why="it has no schedule(flow)", fix="subclass df.Strategy")
     return strategy
