@@ -403,10 +403,10 @@ class CapturedGraph:
             raise errors.AmbiguousBatch(
                 f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
-        if batch_sizes == {1} and self.built.may_alias:
+        numbers = dict(zip(self.flow.symbols, sizes))
+        if batch_sizes == {1} and any(copied.is_view(numbers) for copied in self.built.loose_copies):
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         facts = self.call_facts(args, next(iter(batch_sizes), self.fixed_batch or 1), tags)
-        numbers = dict(zip(self.flow.symbols, sizes))
         planned = self.planning.known(facts)
         if planned is None:
             planned = self.planning.plan_with_all_ranks(facts, numbers)
