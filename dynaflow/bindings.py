@@ -148,12 +148,13 @@ class Bindings:
             raise errors.AmbiguousBatch(
                 f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
-        if batch_sizes == {1} and self.planning.built.may_alias:
+        numbers = self._boundary.numbers(sizes)
+        if batch_sizes == {1} and any(copied.is_view(numbers) for copied in self.planning.built.loose_copies):
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         facts = self._boundary.facts(args, next(iter(batch_sizes), self._fixed_batch or 1), self._device, tags)
         if (planned := self.planning.known(facts)) is not None:
             return planned
-        planned = self.planning.plan_with_all_ranks(facts, self._boundary.numbers(sizes))
+        planned = self.planning.plan_with_all_ranks(facts, numbers)
         looks = [look for p in (planned, *planned.rivals) for look in p.looks]
         read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
         self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))

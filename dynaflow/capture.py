@@ -65,13 +65,17 @@ def capture(
     if call is None:
         axes = _guess_axes(placeholders, fakes, settings)
     else:
-        axes = {n.name: d for n, x in zip(placeholders, inputs) if (d := call.batch_dim(x)) is not None}
+        axes = call.batch_axes([n.name for n in placeholders], inputs)
     # What Dynamo made static anyway is no batch axis.
-    sizes = {n.name: f.shape[axes[n.name]] for n, f in zip(placeholders, fakes) if n.name in axes}
+    shapes = {n.name: f.shape for n, f in zip(placeholders, fakes) if n.name in axes}
+    sizes = {name: shapes[name][axis] for name, axis in axes.items()}
     symbols = {size.node.expr for size in sizes.values() if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)}
     axes = {name: axes[name] for name, size in sizes.items() if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & symbols}
-    constants = [int(size) for size in sizes.values() if isinstance(size, int) or size.node.expr.is_number]
-    fixed = constants[0] if constants and not symbols else None
+    constants = {name: int(size) for name, size in sizes.items() if isinstance(size, int) or size.node.expr.is_number}
+    if call is not None and next(iter(sizes), None) in constants:
+        # The batch is what the call's first argument has of it. A mask that nothing ties to it here would be split, and nothing else.
+        axes, symbols = {}, set()
+    fixed = next(iter(constants.values())) if constants and not symbols else None
     return graph(gm, fakes, axes, symbols, fixed, settings)
 
 

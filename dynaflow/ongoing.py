@@ -6,7 +6,7 @@ import functools
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -81,8 +81,14 @@ class Ongoing:
         self.find()
         return any((t := ref()) is not None and 0 <= dim < t.dim() and t.shape[dim] == 1 for ref, dim in self._dims)
 
-    def batch_dim(self, tensor: Any) -> int | None:
-        return next((dim for ref, dim in self._dims if dim >= 0 and ref() is tensor), None)
+    def batch_axes(self, names: Sequence[str], inputs: Sequence[Any]) -> dict[str, int]:
+        """Which inputs of a graph carry the batch, and where, in the order of the call's arguments."""
+        place: dict[int, tuple[int, int]] = {}
+        for i, (ref, dim) in enumerate(self._dims):
+            if dim >= 0 and (tensor := ref()) is not None:
+                place.setdefault(id(tensor), (i, dim))
+        found = sorted((*place[id(x)], name) for name, x in zip(names, inputs) if id(x) in place)
+        return {name: dim for _, dim, name in found}
 
 
 ongoing: ContextVar[Ongoing | None] = ContextVar("dynaflow_ongoing", default=None)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynaflow.batching import Facts
+from dynaflow.copies import LooseCopy, loose_copies
 from dynaflow.errors import PartitionError
 from dynaflow.ir import SIZE_FUNCTIONS, Flow, Op, Value
 from dynaflow.offload import FETCH, fetch_into
@@ -50,8 +51,8 @@ class Built:
     fakes: dict[str, torch.Tensor]
     # op -> the aten and custom ops that it comes down to
     calls: dict[str, tuple[str, ...]]
-    # with one row, a copy that is changed in place later would be a view
-    may_alias: bool
+    # copies that torch makes only if it must, where they or what they copy are changed in place later
+    loose_copies: tuple[LooseCopy, ...]
     # ops that the partition says recordable=False of
     unrecordable: frozenset[str]
 
@@ -237,7 +238,7 @@ def build(gm: fx.GraphModule, facts: Facts, sources: Sources, groups: Sequence[G
         Unit(epilogue_fn, tuple(epilogue.args), ()),
         {name: sources.fake(key) for key, name in names.items()},
         {group.name: tuple(dict.fromkeys(c for n in group.nodes for c in facts.nodes[n].calls)) for group in groups},
-        any(sources.may_alias(n) for group in groups for n in group.nodes),
+        loose_copies([n for group in groups for n in group.nodes], sources),
         frozenset(group.name for group in groups if not group.recordable),
     )
 

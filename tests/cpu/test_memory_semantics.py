@@ -108,6 +108,42 @@ def test_a_copy_stays_a_copy_in_a_part_of_one_row():
         assert_same(fast(x), function(x), exact=True)
 
 
+def write_then(copied):
+    """A cache that is written, and what is read of it: `copied`."""
+
+    def function(cache, x):
+        cache.index_copy_(1, torch.tensor([1]), x)
+        read = copied(cache)
+        cache.add_(100)
+        return read.sum(-1), cache.sum(1)
+
+    return function
+
+
+@pytest.mark.parametrize("strategy", [df.Branches(2), df.TwoBatch()], ids=lambda s: type(s).__name__)
+def test_a_copy_of_one_row_that_is_a_copy_of_any_number(strategy):
+    """Keys repeated for groups of heads: `expand` and `reshape` copy, however many rows there are. One row is planned like others."""
+    function = write_then(lambda cache: cache[:, :, None].expand(-1, -1, 2, -1).reshape(cache.shape[0], 6, 4))
+    fast = df.compile(function, strategy=strategy)
+    for n in (4, 1, 2):
+        cache, x = torch.randn(n, 3, 4), torch.randn(n, 1, 4)
+        assert_same(fast(cache.clone(), x), function(cache.clone(), x), exact=True)
+    assert df.stats(fast).fallbacks == ({} if isinstance(strategy, df.Branches) else {"batch smaller than 2": 1})
+
+
+@pytest.mark.parametrize("copied", [
+    lambda cache: cache.transpose(0, 1).contiguous(), lambda cache: cache.transpose(0, 1).reshape(-1, 4),
+    lambda cache: cache.permute(1, 0, 2).flatten(),
+], ids=["contiguous", "reshape", "flatten"])  # fmt: skip
+def test_a_copy_that_is_a_view_of_one_row(copied):
+    """Then a change of the cache is seen in it, as eager has it."""
+    function = write_then(copied)
+    fast = df.compile(function, strategy=df.Branches(2))
+    for n in (4, 1, 2):
+        cache, x = torch.randn(n, 3, 4), torch.randn(n, 1, 4)
+        assert_same(fast(cache.clone(), x), function(cache.clone(), x), exact=True)
+
+
 def test_an_expanded_input():
     fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
     x = torch.randn(1, 5, 8).expand(6, 5, 8)

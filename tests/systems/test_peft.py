@@ -85,13 +85,15 @@ def test_an_adapter_that_is_added_later_and_one_that_is_merged():
     assert df.stats(fast).split_calls == 3
 
 
-def test_another_adapter_per_row():
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_another_adapter_per_row(is_padded):
     """Which rows go to which adapter is a list of Python's: the batch size is a constant, and the sequential graph runs."""
     plain, fast = both(3, strategy=df.TwoBatch())
+    masked = {"attention_mask": (torch.arange(7) > 2).long().expand(4, 7).clone()} if is_padded else {}
     for names in (["a0", "a1", "__base__", "a2"], ["a1", "a1", "__base__", "a0"]):
-        assert_same(plain, fast, adapter_names=names)
-    assert df.stats(fast).fallbacks == {CONSTANT: 2}
-    assert_same(plain, fast)  # and without names it is split
+        assert_same(plain, fast, adapter_names=names, **masked)
+    assert df.stats(fast).fallbacks == {CONSTANT: 2} and not df.stats(fast).split_calls
+    assert_same(plain, fast, **masked)  # and without names it is split
     assert df.stats(fast).split_calls == 1
 
 

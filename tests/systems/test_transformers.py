@@ -59,6 +59,16 @@ def test_a_batch_of_one_falls_back_and_is_counted():
     assert df.stats(model).fallbacks == {"batch smaller than 2": NEW_TOKENS} and not df.stats(model).split_calls
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_one_row_has_branches(cache):
+    """Keys of a static cache are written in place, and repeated for groups of heads: a copy, however many rows there are."""
+    model, ids = df.optimize(llama(), strategy=df.Branches(2), strict=True), prompts(2)["input_ids"][:1]
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    settings |= {} if cache == "dynamic" else {"cache_implementation": cache}
+    assert torch.equal(model.generate(ids, **settings), llama().generate(ids, **settings))
+    assert df.stats(model).planned_calls == df.stats(model).calls == NEW_TOKENS
+
+
 def test_beams_and_sampling():
     """Caches that are reordered between steps; tokens that are drawn."""
     model = df.optimize(llama(), strategy=df.TwoBatch())
