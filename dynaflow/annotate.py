@@ -64,6 +64,8 @@ class SplitFunc:
     kind: str | None = None
     splittable: bool | None = None
     recordable: bool = True
+    # what the op is called, behind the module that calls the function; the function's own name, unless said otherwise
+    name: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.kind, self.recordable)

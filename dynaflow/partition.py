@@ -129,7 +129,8 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: Sequence[Rule], is_auto: bo
                 keys[node] = keys[nodes[position - 1]]
             else:
                 run += 1
-                name = f"{module}.{getattr(rule.function, '__name__', str(rule.function)).split('.')[0]}".strip(".")
+                called_as = rule.name or getattr(rule.function, "__name__", str(rule.function)).split(".")[0]
+                name = f"{module}.{called_as}".strip(".")
                 keys[node] = (("function", run), Group(name, [], module, rule.kind, rule.splittable, "rule"))
             last_trace[rule] = (position, frame)
             called[node] = keys[node]

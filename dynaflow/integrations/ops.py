@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dynaflow as df
-from dynaflow.batch_rules.call import Call, Rule
+from dynaflow.batch_rules.call import DIFFERENT_ROWS, Call, Rule, Verdict
 
 
 def find_op(name: str) -> Any:
@@ -18,7 +18,18 @@ def find_op(name: str) -> Any:
     return getattr(found, overload[0]) if found is not None and overload else found
 
 
-def tell_split_rules(names: Iterable[str], rule: Rule = df.rowwise, uses: Callable[[Call], Sequence[str]] | None = None) -> None:
+def by_rows(call: Call) -> Verdict:
+    """`df.rowwise`, also where tokens lie in dim 1 of one sequence: dims of size 1 before the batch leave rows where they are in memory.
+    What an op works along is its last dim."""
+    for tensor in call.tensors:
+        axis = call.axis(tensor)
+        if axis and (axis == tensor.ndim - 1 or any(not isinstance(n, int) or n != 1 for n in tensor.shape[:axis])):
+            return DIFFERENT_ROWS
+    axes = {call.axis(tensor) for tensor in (*call.outs, *call.written)}
+    return axes.pop() if len(axes) == 1 and axes != {None} else df.rowwise(call)
+
+
+def tell_split_rules(names: Iterable[str], rule: Rule = by_rows, uses: Callable[[Call], Sequence[str]] | None = None) -> None:
     """`df.register_split_rule`, for those of the named ops that this build has."""
     for name in names:
         if (op := find_op(name)) is not None:

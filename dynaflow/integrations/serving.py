@@ -7,8 +7,8 @@ An engine's own file says where its hooks are, and what only it can know:
 3. It names its ops (`ops.py`) and puts `Steps` of its own between itself and its model (`steps.py`).
 4. Under the strategy "branches" steps run as they are. It shows what it compiles, and when it captures, to `Pieces` (`pieces.py`).
 
-Promised: off until asked for; an unknown option is refused by name; what holds for good is logged once, in the engine's own log, and
-stands in `Stats.refusal`; ranks that are configured alike are refused alike.
+Promised: off until asked for; an option that is unknown or wrong is refused by name, when it is read; what holds for good is logged once,
+in the engine's own log, and stands in `Stats.refusal`; ranks that are configured alike are refused alike.
 """
 
 from __future__ import annotations

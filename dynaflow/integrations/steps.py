@@ -14,7 +14,8 @@ request may be cut inside, its later tokens reading what its earlier ones wrote.
 Promised:
 1. A step that is too small costs two comparisons, and one that `why_whole` is against what that compares: nothing of its metadata is
    looked at.
-2. Every step runs once. One that cannot be cut, or that the strategy gives up, runs as a whole; it is counted under its reason.
+2. Every step runs once. One that cannot be cut, or that the strategy gives up, runs as a whole; it is counted under its reason, and the
+   next one is tried. One that runs under a plan without parts is not counted as split.
 3. What holds for good (a mistake of the strategy's, a model that cannot be captured) is logged once; all later steps are whole ones.
 4. Ranks decide alike: by what all of them know of the step and, under "auto", by times that they add up. Where one of them is missing,
    that is raised: what the others run is not known.

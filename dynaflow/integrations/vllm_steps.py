@@ -40,10 +40,12 @@ class VllmSteps(Steps):
         self._builders: dict[tuple[int, int], Any] = {}
         self._signature = inspect.signature(self._build)
         positions = 1 if runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0) else 0  # the latter: vLLM 0.25
-        super().__init__(
-            engine, options, runner.get_model(), batch={"input_ids": 0, "positions": positions, "inputs_embeds": 0},
-            partition=["auto", df.SplitModule(Attention, kind="memory")],
-        )  # fmt: skip
+        model = runner.get_model()
+        # vLLM's models made of Transformers' call `forward` itself: there is no module around it
+        is_called = not type(model).__module__.startswith("vllm.model_executor.models.transformers")
+        attention = df.SplitModule(Attention, kind="memory") if is_called else df.SplitFunc(Attention.forward, kind="memory", name="attn")
+        batch = {"input_ids": 0, "positions": positions, "inputs_embeds": 0}
+        super().__init__(engine, options, model, batch=batch, partition=["auto", attention])
 
     def build_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """It is called again for parts."""

@@ -108,6 +108,8 @@ def test_split_func_by_torch_function_python_function_and_op():
     model = Model()
     assert sum("cat" in name for name in ops(model, df.SplitFunc(torch.cat, kind="copy"))) == 2
     assert sum("rotate" in name for name in ops(model, df.SplitFunc(rotate))) == 2
+    turned = ops(model, df.SplitFunc(rotate, name="turn"))
+    assert sum(name.endswith("turn") for name in turned) == 2 and not any("rotate" in name for name in turned)
     assert sum("sigmoid" in name for name in ops(model, df.SplitFunc(torch.ops.aten.sigmoid))) == 0, "marked lines keep their mark"
     assert sum("relu" in name for name in ops(model, df.SplitFunc(torch.ops.aten.relu))) == 2
     assert sum("add" in name for name in ops(model, df.SplitFunc(operator.add))) == 2

@@ -112,6 +112,16 @@ def test_a_window_that_slides(folder):
     assert held_back["stats"][0]["fallbacks"][TOGETHER] > 0
 
 
+def test_a_model_made_of_transformers_own(folder, model):
+    """Its attentions are called as functions, and its tokens are those of one sequence. vLLM has many architectures no other way."""
+    impl = {"model_impl": "transformers"}
+    wanted, _ = serve(folder, model, vllm_load.mixed(), **impl)
+    results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": "vllm_strategies:Uneven"}, **impl)
+    assert_same(results, wanted)
+    assert_split(results["stats"][0], 30)
+    assert "(0 only over the whole batch)" in log and "on 2 streams" in log, "no op is named as an attention"
+
+
 def test_two_ranks(folder, model):
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     wanted, _ = serve(folder, model, vllm_load.mixed(), **two)

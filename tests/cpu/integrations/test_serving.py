@@ -137,6 +137,20 @@ def test_ops_that_this_build_has():
     assert df.stats(fast).split_calls == 1 and df.stats(fast).num_unsplittable == 0
 
 
+@pytest.mark.parametrize(
+    "shape, axis, is_split",
+    [((None, 2), 0, True), ((1, None, 2), 1, True), ((1, 1, None, 2), 2, True), ((3, None, 2), 1, False), ((1, None), 1, False)],
+)
+def test_tokens_of_one_sequence_are_rows(shape, axis, is_split):
+    """Behind other dims than those of size 1, rows are not contiguous; and along the last one an op may do anything."""
+    tell_split_rules(["dynaflow_serving.double"])
+    fast = df.compile(lambda x: torch.ops.dynaflow_serving.double(x) + 1, strategy=df.TwoBatch(), batch={"x": axis})
+    x = torch.randn([6 if n is None else n for n in shape])
+    with torch.no_grad():
+        assert torch.equal(fast(x), x * 2 + 1)
+    assert df.stats(fast).num_unsplittable == (not is_split)
+
+
 def test_something_is_put_around_a_method_once():
     class Runner:
         def add(self, a, b=1):
