@@ -170,6 +170,38 @@ def test_a_batch_that_is_a_constant_is_a_fallback():
     assert "no batch to split" in reason
 
 
+class Kinds(nn.Module):
+    """What it does is an attribute's to say, as an active adapter's name is: a capture each."""
+
+    kind = "k"
+
+    def forward(self, x):
+        return x * len(self.kind)
+
+
+def test_more_captures_than_dynamo_makes_by_itself():
+    model = Kinds()
+    fast = df.compile(model, strategy=df.TwoBatch(), strict=True)
+    for n in (*range(1, 13), *range(1, 13)):
+        model.kind = "k" * n
+        x = torch.randn(4, 3)
+        assert_same(fast(x), x * n)
+    assert df.stats(fast).captures == 12 and df.stats(fast).split_calls == 24
+    assert torch._dynamo.config.recompile_limit == 8  # others' captures are none of our business
+
+
+def test_a_limit_of_captures_that_somebody_set_holds():
+    model = Kinds()
+    fast = df.compile(model, strategy=df.TwoBatch())
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for n in range(1, 7):
+            model.kind = "k" * n
+            assert_same(fast(torch.ones(4, 3)), torch.full((4, 3), float(n)))
+    assert df.stats(fast).captures == 3
+    ((reason, count),) = df.stats(fast).fallbacks.items()
+    assert "recompile limit" in reason and count == 3
+
+
 class PerRow(nn.Module):
     """A table of a row's own: a list of Python's makes the batch size a constant. Nothing ties the mask's to it."""
 
