@@ -407,8 +407,7 @@ class CapturedGraph:
         if batch_sizes == {1} and any(copied.is_view(numbers) for copied in self.built.loose_copies):
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         facts = self.call_facts(args, next(iter(batch_sizes), self.fixed_batch or 1), tags)
-        planned = self.planning.known(facts)
-        if planned is None:
+        if (planned := self.planning.known(facts)) is None:
             planned = self.planning.plan_with_all_ranks(facts, numbers)
             looks = [look for p in (planned, *planned.rivals) for look in p.looks]
             read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
@@ -417,7 +416,8 @@ class CapturedGraph:
                 self._steady.clear()
         bounds = self._bounds(planned, numbers)
         if not bounds:
-            return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), bound=self._as_one(sizes))
+            is_wanted, why = isinstance(self.settings.strategy, Sequential), planned.why(bool(batch_sizes or self.fixed_batch))
+            return Fallback(why, None, is_wanted, bound=self._as_one(sizes))
         bound, key = bounds[0], self._key(sizes, tags)
         self._unmeasured.discard(key)
         # what is padded runs under the plan of the size that it is padded to
