@@ -64,15 +64,15 @@ bench-offload: $(READY)
 	$(PY) -m benchmarks.offload $(ARGS)
 
 # DynaFlow inside real systems: `make systems`, `make systems SYSTEMS=diffusers`, `make system-diffusers ARGS='-k flux'`.
-# systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Two kinds of
-# comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"), and
-# "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone.
+# systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Three kinds of
+# comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"),
+# "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone, and "# env: A=1" is set while they run.
 SYSTEMS ?= $(patsubst systems/%.txt,%,$(wildcard systems/*.txt))
 
 systems: $(SYSTEMS:%=system-%)
 
 system-%: build/systems/%/stamp
-	$(ONE_THREAD) PYTHONPATH= timeout --kill-after=30 $(TEST_LIMIT_S) build/systems/$*/bin/python -m pytest -p no:cacheprovider -q \
+	env $(ONE_THREAD) PYTHONPATH= $$(sed -n 's/^# env: //p' systems/$*.txt) timeout --kill-after=30 $(TEST_LIMIT_S) build/systems/$*/bin/python -m pytest -p no:cacheprovider -q \
 	  $$(for name in $$(sed -n 's/^# tests: //p' systems/$*.txt | grep . || echo $*); do ls tests/systems/test_$$name*.py; done) $(ARGS)
 
 bench-systems: build/systems/diffusers/stamp

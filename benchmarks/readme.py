@@ -16,106 +16,129 @@ def _load(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _models(name: str, where: str) -> tuple[str, str, str]:
-    s = _load(name)["summary"]
-    what = f"16 real models x 4 strategies x 5 batch sizes, {where}"
-    return what, f"{s['ok']} of {s['rows']} ok; {s['bit_equal']} of {s['cases']} results bit-equal to the same plan on one stream", name
+def _missed(summary: dict) -> str:
+    """A row says what it misses beside what it meets."""
+    missed = len(summary["missed"]) + len(summary["not_measured"])
+    return f"{summary['met']} targets met, {missed} missed"
 
 
-def _backend() -> list[tuple[str, str, str]]:
+def _models() -> tuple[str, str, str]:
+    both = [_load(name)["summary"] for name in ("models", "models-cuda")]
+    rows, ok, cases, equal = (sum(s[key] for s in both) for key in ("rows", "ok", "cases", "bit_equal"))
+    return (
+        "16 real models x 4 strategies x 5 batch sizes, CPU threads and CUDA streams",
+        f"{ok} of {rows} ok ([CPU](docs/models.md), [H200](docs/models-cuda.md)); {equal} of {cases} results bit-equal to the same plan "
+        "on one stream",
+        "models models-cuda",
+    )
+
+
+def _backend() -> tuple[str, str, str]:
     """The price of being there: all rows that were measured, the misses counted."""
     data = _load("backend")
     rows, overall = data["rows"], {t["what"]: t["value"] for t in data["summary"]["overall"]}
     timed = [r["row"] for r in rows if r["section"] == "time"]
-    copied = {r["row"]: sum(found) for r in rows if (found := [t["value"] for t in r["targets"] if t["what"].startswith("copied")])}
-    gpu = f"one {data['hardware']['gpu'].removeprefix('NVIDIA ')}"
+    copied = sum(t["value"] for r in rows for t in r["targets"] if t["what"].startswith("copied"))
     graph, plain = (overall[f"time, geometric mean: {pair}"] for pair in
                     ("dynaflow graph borrow / torch.compile+graph", "dynaflow / torch.compile"))  # fmt: skip
-    missed = len(data["summary"]["missed"])
-    return [
-        (f"sequential plan in one CUDA Graph, against torch.compile in one: {', '.join(timed)}; {gpu}",
-         f"{graph:.3f}x the time (geometric mean); without graphs {plain:.3f}x", "backend"),
-        (f"bytes copied to split and merge a batch, in 2 and 4 parts, {len(copied)} of these rows", f"{sum(copied.values()):,}", "backend"),
-        ("targets of that suite", f"{data['summary']['met']} met, {missed} missed ([which](docs/backend.md))", "backend"),
-    ]  # fmt: skip
+    return (
+        f"sequential plan against torch.compile, {len(timed)} rows",
+        f"{graph:.3f}x the time in a CUDA Graph, {plain:.3f}x without; {copied:,} bytes copied to split and merge; "
+        f"{_missed(data['summary'])} ([which](docs/backend.md))",
+        "backend",
+    )
 
 
 def _branches() -> tuple[str, str, str]:
     """One line of code on one GPU; what is not measured yet is said."""
     data = _load("branches")
     rows = [r for r in data["rows"] if r["section"] == "time" and r["speedup"]]
-    best = ", ".join(f"{r['row']} {r['speedup']:.2f}x" for r in sorted(rows, key=lambda r: -r["speedup"])[:4])
-    s, against = data["summary"], sorted({r["against"] for r in rows})
-    branchy = [r for r in rows if r["config"]["group"] == "branchy"]
-    left_out = sorted({name for r in rows for name in ("max-autotune",) if name not in r["baselines"]})
-    without = f" ({', '.join(left_out)} not measured yet)" if left_out else ""
-    what = f'`torch.compile(model, backend="dynaflow")` against {" or ".join(against)}{without}; {len(rows)} rows, one H200'
-    result = f"{best}; geometric mean {s['geomean_speedup']:.2f}x over {len(branchy)} branchy rows, least {s['min_speedup']:.2f}x"
-    return what, f"{result} ([all](docs/branches.md))", "branches"
+    s, best = data["summary"], max(rows, key=lambda r: r["speedup"])
+    num_branchy = sum(r["config"]["group"] == "branchy" for r in rows)
+    least = min(r["speedup"] for r in rows)
+    left_out = "" if all("max-autotune" in r["baselines"] for r in rows) else "; max-autotune not measured yet"
+    return (
+        f'`torch.compile(model, backend="dynaflow")` against torch.compile in a CUDA Graph, {len(rows)} rows{left_out}',
+        f"{s['geomean_speedup']:.2f}x over {num_branchy} branchy rows, {best['speedup']:.2f}x at best ({best['row']}), {least:.3f}x at "
+        f"least; {_missed(s)} ([all](docs/branches.md))",
+        "branches",
+    )
 
 
 def _overlap() -> tuple[str, str, str]:
     """One rank of many on one GPU; the network is emulated, and called so."""
     data = _load("overlap")
-    best = {name: max((r for r in data["rows"] if r["config"]["strategy"] == name and r["speedup"]), key=lambda r: r["speedup"])
-            for name in data["summary"]["strategies"]}  # fmt: skip
-    found = "; ".join(f"{name} up to {r['speedup']:.2f}x ({r['config']['workload']})" for name, r in best.items())
-    s = data["summary"]
-    what = f"strategies on one rank of tensor-, expert- and sequence-parallel models, network emulated, {s['measured']} rows, one H200"
-    return what, f"{found}; least of all rows {s['min_speedup']:.2f}x ([all](docs/overlap.md))", "overlap"
+    s, rows = data["summary"], [r for r in data["rows"] if r["speedup"]]
+    kinds = dict.fromkeys(r["config"]["kind"] for r in rows)
+    best = [max((r for r in rows if r["config"]["kind"] == kind), key=lambda r: r["speedup"]) for kind in kinds]
+    found = ", ".join(f"{kind} {r['speedup']:.2f}x ({r['config']['strategy']})" for kind, r in zip(kinds, best))
+    return (
+        f"{len(s['strategies'])} strategies on one rank of many, network emulated, {s['measured']} rows",
+        f"at best {found}; {s['min_speedup']:.3f}x at least; "
+        f"{_missed(s)} ([by strategy](docs/strategies/index.md), [all](docs/overlap.md))",
+        "overlap",
+    )
 
 
 def _vllm() -> tuple[str, str, str]:
     """The engine is real, the other ranks are not, and the all-reduce is called emulated."""
-    rows = [r for r in _load("vllm_serving")["rows"] if r["emulated"] and r["config"]["way"] == "dynaflow:NanoFlow"]
+    data = _load("vllm_serving")
+    rows = [r for r in data["rows"] if r["emulated"] and r["config"]["way"] == "dynaflow:NanoFlow"]
     found = ", ".join(f"{r['row'].split(', ')[1]} {r['speedup']:.2f}x" for r in rows)
-    what = (f"vLLM {rows[0]['config']['vllm']['vllm']} under NanoFlow against vLLM's own best, one rank of {rows[0]['config']['model']}, "
-            f"{rows[0]['config']['layers']} layers, all-reduce emulated, one H200")  # fmt: skip
-    return what, f"{found} ([all](docs/systems/vllm-measured.md))", "vllm_serving"
+    config = rows[0]["config"]
+    rank = f"{config['layers']} layers of one rank of {config['model'].removesuffix(' emulated')}"
+    return (
+        f"vLLM {config['vllm']['vllm']} under NanoFlow against vLLM's own best, {rank}, all-reduce emulated",
+        f"{found}; of all ways, {_missed(data['summary'])} ([all](docs/systems/vllm-measured.md))",
+        "vllm_serving",
+    )
 
 
 def _systems() -> tuple[str, str, str]:
     """A row whose strongest baseline did not run says nothing here."""
-    rows = [r for r in _load("systems")["rows"] if r["speedup"] and "reduce-overhead not measured" not in r["note"]]
-    found = ", ".join(f"{r['row']} {r['speedup']:.2f}x (against {r['against']})" for r in rows)
-    return "`df.optimize` in PEFT, Trainer and diffusers, against the fastest baseline, one H200", (
-        f"{found} ([all](docs/systems/measured.md))"), "systems"  # fmt: skip
+    data = _load("systems")
+    rows = [r for r in data["rows"] if r["speedup"] and "reduce-overhead not measured" not in r["note"]]
+    found = ", ".join(f"{r['row']} {r['speedup']:.2f}x" for r in rows)
+    against = " or ".join(sorted({r["against"] for r in rows}))
+    return (
+        f"`df.optimize` in PEFT, Trainer and diffusers, against the fastest baseline ({against})",
+        f"{found}; {_missed(data['summary'])} ([all](docs/systems/measured.md))",
+        "systems",
+    )
 
 
 def _loopback() -> tuple[str, str, str]:
     """Two real processes; the link between them is emulated, and called so."""
     rows = [r for r in _load("loopback")["rows"] if r["config"]["strategy"] == "TwoBatch"]
-    found = "; ".join(f"{r['config']['link']}: {r['speedup']:.2f}x, {r['hidden_share']:.0%} of the network time hidden" for r in rows)
-    return "a tensor-parallel model over gloo on two CPU cores, TwoBatch against sequential, on a slow link (emulated)", found, "loopback"
+    found = "; ".join(f"{r['speedup']:.2f}x on {r['config']['link']}, {r['hidden_share']:.0%} of the network time hidden" for r in rows)
+    return "TwoBatch over gloo on two CPU cores, slow link emulated", found, "loopback"
+
+
+def _checked() -> list[tuple[str, str, str]]:
+    fuzz, planning = _load("fuzz")["summary"], {r["row"]: r["ours"]["median_ms"] for r in _load("planning")["rows"]}
+    return [
+        (
+            f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies, {fuzz['mutants']:,} mutated plans, CPU",
+            f"{fuzz['runs']:,} runs bit-equal; of {fuzz['wrong']:,} plans that an oracle shows wrong, {fuzz['missed']} accepted; "
+            "no valid plan refused",
+            "fuzz",
+        ),
+        (
+            "planning 5,000 launches, CPU",
+            f"planned and placed in {planning['plan + synchronise + place, 5,000 launches']:.0f} ms, verified in "
+            f"{planning['verify, 5,000 launches']:.0f} ms; a new size for 504 launches takes "
+            f"{planning['bind a new size, 504 launches']:.2f} ms",
+            "planning",
+        ),
+    ]
 
 
 def table() -> str:
-    fuzz, planning = _load("fuzz")["summary"], {r["row"]: r["ours"]["median_ms"] for r in _load("planning")["rows"]}
-    rows = [
-        _models("models", "eager ops, CPU threads"),
-        _models("models-cuda", "eager ops, CUDA streams of one H200"),
-        *_backend(),
-        _branches(),
-        _overlap(),
-        _vllm(),
-        _systems(),
-        _loopback(),
-        (
-            f"{fuzz['flows']:,} random flows x {fuzz['plans'] // fuzz['flows']} strategies x 10 interleavings and more",
-            f"{fuzz['runs']:,} runs bit-equal",
-            "fuzz",
-        ),
-        (
-            f"{fuzz['mutants']:,} mutated plans in {fuzz['classes']} classes",
-            f"{fuzz['wrong']:,} shown wrong by an independent oracle, {fuzz['missed']} of them accepted; no valid plan refused",
-            "fuzz",
-        ),
-        ("plan, synchronise and place 5,000 launches", f"{planning['plan + synchronise + place, 5,000 launches']:.0f} ms", "planning"),
-        ("verify 5,000 launches", f"{planning['verify, 5,000 launches']:.0f} ms", "planning"),
-        ("bind a plan of 504 launches to a new size", f"{planning['bind a new size, 504 launches']:.2f} ms", "planning"),
-    ]
-    lines = ["| what was checked or measured | result | file |", "|---|---|---|"]
-    lines += [f"| {what} | {result} | [{name}.json](benchmarks/results/{name}.json) |" for what, result, name in rows]
+    rows = [_models(), _backend(), _branches(), _overlap(), _vllm(), _systems(), _loopback(), *_checked()]
+    lines = ["| what was checked or measured (one H200, unless it says CPU) | result | file |", "|---|---|---|"]
+    for what, result, names in rows:
+        files = ", ".join(f"[{name}](benchmarks/results/{name}.json)" for name in names.split())
+        lines.append(f"| {what} | {result} | {files} |")
     return "\n".join(lines)
 
 

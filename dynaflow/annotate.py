@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Iterable
 
 import torch
 import torch.fx.traceback
@@ -72,6 +72,18 @@ class SplitFunc:
 
 
 Rule = SplitModule | SplitFunc
+
+
+def read_rules(partition: Any) -> tuple[bool, tuple[Rule, ...]]:
+    """(whether what no rule claims is cut as the engine sees fit, the rules) of a `partition=`; refused by name where it is neither."""
+    is_one = isinstance(partition, (str, SplitModule, SplitFunc)) or not isinstance(partition, Iterable)
+    given = (partition,) if is_one else tuple(partition)
+    for rule in given:
+        if not isinstance(rule, (SplitModule, SplitFunc)) and rule != "auto":
+            raise OptionError(
+                f"partition got {rule!r}.",
+                fix='use "auto", df.SplitModule(...), df.SplitFunc(...) or a list of them; or "kernels", alone')  # fmt: skip
+    return "auto" in given, tuple(rule for rule in given if not isinstance(rule, str))
 
 
 def mark(name: str, kind: str | None = None, recordable: bool = True) -> ContextManager[Any]:

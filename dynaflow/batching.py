@@ -42,8 +42,11 @@ _TRANSPARENT = {"wrap": 0, "wrap_activation_checkpoint": 0, "tag_activation_chec
 
 _DROPOUT = {torch.nn.functional.dropout, torch.dropout}
 
-# ops that ask for something other than data
-_ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+# ops that ask for something other than data; the last few are asked of wrappers (a nested tensor)
+_ASKS = {"aten::_fused_sdp_choice", "aten::_assert_tensor_metadata"} | {
+    f"aten::{name}" for name in (
+        "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous", "size", "stride", "numel", "dim",
+        "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense")}  # fmt: skip
 
 # ops that change a tensor's shape in place, beside those that are tagged as such
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
@@ -280,7 +283,8 @@ class _Listener(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.keep(result)
             return result
-        if is_op and func._can_decompose():
+        # a wrapper answers for itself: what it is asked for comes down to the same question, without end, and others to what it cannot do
+        if is_op and func._can_decompose() and not any(hasattr(t, "__tensor_flatten__") for t in types):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

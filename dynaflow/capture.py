@@ -210,6 +210,8 @@ def compile(
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     align         `fn(rows)` moves the rows that this call's parts are cut at to where it may be cut (a request's first token)
     """
+    if not callable(model):
+        raise OptionError(f"df.compile got {model!r}, which cannot be called.", fix="give it a module or a function")
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(
         strategy=strategy, partition=partition, batch=batch, strict=strict, runtime=runtime, compiler=compiler, mode=mode,

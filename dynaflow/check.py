@@ -73,7 +73,7 @@ class CheckedGraph(InspectedGraph):
             for name, part in launch.calls:
                 if not part.is_whole:
                     parts_of.setdefault(name, []).append(part)
-        values = {name: args[i].clone() for i, name in self._names}
+        values = {name: value.clone() for name, value in self.boundary.values(args).items()}
         worst_op, worst = "", 0.0
         with torch.no_grad():
             for op in self.flow.ops:

@@ -102,7 +102,7 @@ def contest(
                 return None if verdict is _KEPT else LATER
             if given is None:
                 return None if can_repeat else LATER
-            before = Before([given[i] for i in sorted(graph.changed)], has_counters_only=True)
+            before = Before([given[i] for i in sorted(graph.boundary.changed)], has_counters_only=True)
             made = [graph.repeatable(each, given, before.put_back_counters) for each in (*bounds, sequential)]
             if not is_shared and not is_measuring(graph.device):
                 return LATER
@@ -167,7 +167,7 @@ def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -
     slots = Slots(args, graph.slots(args, sizes), ())
     slots.fill(args)
     given = slots.given(args)
-    for i in graph.changed:
+    for i in graph.boundary.changed:
         given[i] = clone_preserve_strides(args[i])
     return given
 

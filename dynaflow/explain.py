@@ -180,9 +180,8 @@ class InspectedGraph(CapturedGraph):
             call.num_graphs += 1
         if self.refusal is not None:
             raise self.refusal.error or AssertionError(self.refusal.reason)
-        self.inspect(args, dict(zip(self.flow.symbols, self.read_sizes(args))))
-        names = dict(self._names)
-        changed = [args[i] for i, name in names.items() if self.flow.value[name].storage in self._mutated]
+        self.inspect(args, self.boundary.numbers(self.boundary.read_sizes(args)))
+        changed = [args[i] for i in self.boundary.changed]
         before = [t.clone() for t in changed]
         with torch.no_grad():
             result = self.gm(*args)
@@ -192,12 +191,12 @@ class InspectedGraph(CapturedGraph):
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
-        planned = self.planning.plan(self.call_facts(args, batch_size, current_tags()), sizes)
+        planned = self.planning.plan(self.boundary.facts(args, batch_size, self.device, current_tags()), sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.binder.bind(sizes) if planned.binder is not None else None
         is_whole = isinstance(self.settings.strategy, Sequential) and self.settings.runtime != "graph"
         if bound is None and not is_whole:
-            bound = self._as_one(tuple(sizes[s] for s in self.flow.symbols))
+            bound = self.bindings.as_one(tuple(sizes[s] for s in self.flow.symbols))
         plan = finish_plan(self.flow, planned.plan) if bound is None else replace(bound.plan, reason=planned.plan.reason)
         self.explained.append(Explained(
             self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
@@ -210,10 +209,10 @@ class InspectedGraph(CapturedGraph):
         """What only sizes tell."""
         plan, facts = bound.plan, dict[str, Any]()
         eager: frozenset[int] = frozenset()
-        if self._recordings is not None:
-            body = self._body(bound)
+        if self.padding is not None:
+            body = self.body_of(bound)
             eager, labels = body.eager, [call.label for call in bound.calls]
-            facts.update(padding=str(self._padding), unrecorded=tuple((labels[n], why) for n, why in body.reasons.items()))
+            facts.update(padding=str(self.padding), unrecorded=tuple((labels[n], why) for n, why in body.reasons.items()))
         loose = tuple((name, evaluate(self.flow.value[name].nbytes, bound.sizes)) for name in plan.loose)
         return {
             "copies": tuple(bound.copies), "eager": tuple(self.compiler.eager.items()) if self.compiler is not None else (),

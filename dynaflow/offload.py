@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynaflow.errors import OptionError
 
@@ -52,7 +53,7 @@ def offload(model: nn.Module, device: str | torch.device, *, min_bytes: int = MI
     """Keep the large weights of `model` on the host and move the rest to `device`. Changes the model and returns it.
 
     Weights of embeddings stay on the device: of these, a few rows are used. Weights that modules share are fetched by each of them.
-    For inference: a weight that needs a gradient is refused. `onload(model)` is the way back.
+    For inference: a weight that needs a gradient is refused; so is one that wraps others (a DTensor). `onload(model)` is the way back.
     """
     target = torch.device(device)
     if any(isinstance(module, _Fetched) for module in model.modules()):
@@ -69,6 +70,12 @@ def offload(model: nn.Module, device: str | torch.device, *, min_bytes: int = MI
         raise OptionError(
             f"{len(trained)} weights need gradients: {', '.join(trained[:3])}.", why="offloaded weights are for inference",
             fix="model.requires_grad_(False) first, or call it under torch.no_grad()")  # fmt: skip
+    wrapped = [name for name, p in model.named_parameters() if id(p) in large and is_traceable_wrapper_subclass(p.data)]
+    if wrapped:
+        raise OptionError(
+            f"{len(wrapped)} weights wrap other tensors: {', '.join(wrapped[:3])} ({type(model.get_parameter(wrapped[0]).data).__name__}).",
+            why="a fetch copies a plain tensor, and whoever divided the model looks for its own",
+            fix="offload a model whose ranks hold plain shards")  # fmt: skip
     for parameter in model.parameters():
         if id(parameter) in large:
             on_host = parameter.data.cpu()

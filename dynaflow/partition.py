@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Sequence
 
 import torch
 from torch import fx
 
-from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule
+from dynaflow.annotate import MARK, UNRECORDABLE, Rule, SplitFunc, SplitModule, read_rules
 from dynaflow.batching import Facts
-from dynaflow.errors import OptionError, PartitionError
+from dynaflow.errors import PartitionError
 from dynaflow.exchange import tie
 from dynaflow.offload import FETCH
 from dynaflow.sources import Sources, clean_name
@@ -56,10 +57,10 @@ class Group:
 
 
 def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequence[Rule | str] = "auto") -> list[Group]:
-    is_auto, rules = _read_rules(rules)
+    is_auto, given = read_rules(rules)
     nodes, facts, tied = tie([n for n in graph.nodes if sources.computes(n)], facts, sources)
     sources.facts = facts  # what is asked of sources from here on knows which exchanges may be split
-    keys = _keys(nodes, facts, rules, is_auto)
+    keys = _keys(nodes, facts, given, is_auto)
     keys.update({node: keys[collective] for node, collective in tied.items()})
     groups: list[Group] = []
     previous: Any = None
@@ -75,18 +76,13 @@ def partition(graph: fx.Graph, facts: Facts, sources: Sources, rules: str | Sequ
     if is_auto:
         groups = _join_chains(groups, sources)
     for group in groups:
-        group.recordable = not any(_is_unrecordable(node, facts, rules) for node in group.nodes)
+        group.recordable = not any(_is_unrecordable(node, facts, given) for node in group.nodes)
+    in_all = _macs(nodes, facts)
+    for group in groups:
+        if group.origin == "rest":
+            group.name = _main_module(_macs(group.nodes, facts), in_all) or group.name
     _name(groups)
     return groups
-
-
-def _read_rules(rules: str | Sequence[Rule | str]) -> tuple[bool, list[Rule]]:
-    given = [rules] if isinstance(rules, (str, SplitModule, SplitFunc)) else list(rules)
-    for rule in given:
-        if rule != "auto" and not isinstance(rule, (SplitModule, SplitFunc)):
-            raise OptionError(
-                f"partition got {rule!r}.", fix='use "auto", df.SplitModule(...), df.SplitFunc(...) or a list of them')
-    return "auto" in given, [r for r in given if not isinstance(r, str)]
 
 
 # -- 1. keys
@@ -98,7 +94,7 @@ def module_path(node: fx.Node) -> list[tuple[str, Any]]:
     return [(clean_name(name), cls) for name, cls in stack.values()]
 
 
-def _keys(nodes: list[fx.Node], facts: Facts, rules: list[Rule], is_auto: bool) -> dict[fx.Node, tuple[Any, Group]]:
+def _keys(nodes: list[fx.Node], facts: Facts, rules: Sequence[Rule], is_auto: bool) -> dict[fx.Node, tuple[Any, Group]]:
     total_macs = sum(facts.nodes[n].macs for n in nodes)
     matched: set[Rule] = set()
     keys: dict[fx.Node, tuple[Any, Group]] = {}
@@ -174,7 +170,7 @@ def _outermost_marked(nodes: list[fx.Node], position: int, custom: str) -> str:
     return base or ""
 
 
-def _module_rules(path: list[tuple[str, Any]], rules: list[Rule]) -> list[tuple[str, SplitModule]]:
+def _module_rules(path: list[tuple[str, Any]], rules: Sequence[Rule]) -> list[tuple[str, SplitModule]]:
     """(module, rule) for every module rule that claims a node, outermost first. A rule's own choice is its outermost match:
     `layers.*` means layers.0, not the modules inside of it."""
     found = []
@@ -352,12 +348,26 @@ def _continues(before: Group, group: Group, sources: Sources, users: dict[fx.Nod
 # -- 5. recordings
 
 
-def _is_unrecordable(node: fx.Node, facts: Facts, rules: list[Rule]) -> bool:
+def _is_unrecordable(node: fx.Node, facts: Facts, rules: Sequence[Rule]) -> bool:
     if UNRECORDABLE in (node.meta.get("custom") or {}):
         return True
     against = [r for r in rules if not r.recordable]
     is_called = any(isinstance(r, SplitFunc) and _calls(node, facts.nodes[node].calls, r.function) for r in against)
     return is_called or bool(against and _module_rules(module_path(node), against))
+
+
+def _macs(nodes: Iterable[fx.Node], facts: Facts) -> Counter[str]:
+    """Module -> products of the nodes inside of it."""
+    macs: Counter[str] = Counter()
+    for node in nodes:
+        macs.update({name: facts.nodes[node].macs for name, _ in module_path(node) if name and facts.nodes[node].macs})
+    return macs
+
+
+def _main_module(mine: Counter[str], in_all: Counter[str]) -> str:
+    """Of the modules whose products are all among mine the one with the most, of equal ones the innermost; empty where there is none."""
+    whole = [name for name in mine if mine[name] == in_all[name]]
+    return max(whole, key=lambda name: (mine[name], name.count(".")), default="")
 
 
 def _name(groups: Iterable[Group]) -> None:

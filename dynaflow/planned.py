@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
@@ -13,8 +14,11 @@ from dynaflow.memory import place
 from dynaflow.planner import CONSTANT_BATCH
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
+from dynaflow.sources import Unplannable
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify
+
+log = logging.getLogger("dynaflow")
 
 # of a piece of a model that Dynamo cut into several: a loss behind a graph break, tables of positions, what belongs to weights alone
 NO_BATCH = "no input of this graph carries the batch"
@@ -51,6 +55,14 @@ class Fallback:
     is_choice: bool = False
     # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
     bound: Bound | None = None
+
+
+def our_bug(name: str, what: str, error: Exception) -> Fallback:
+    """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback, and run as it is."""
+    log.exception("dynaflow: a graph of %s could not be %s", name, what)
+    unplannable = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
+    unplannable.__cause__ = error
+    return Fallback(str(unplannable), unplannable)
 
 
 def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:

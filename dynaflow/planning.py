@@ -126,8 +126,10 @@ class Planning:
         except errors.DynaFlowError as error:
             refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
         try:
-            for each in (planned, *planned.rivals):
-                agree(self._graph, self.flow, each.plan)
+            plans = (planned, *planned.rivals)
+            num_measured = len(plans) if self.settings.never_slower and any(each.binder is not None for each in plans) else 0
+            for each in plans:
+                agree(self._graph, self.flow, each.plan, num_measured)
         except errors.RankMissing:
             raise
         except errors.RankMismatch as error:

@@ -11,19 +11,17 @@ import logging
 import re
 import weakref
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from dynaflow.boundary import Boundary
 from dynaflow.ir import Flow, Op, Value, evaluate
 from dynaflow.runtime import cuda, generated
 from dynaflow.runtime.graphs import Between, capture_stream
 from dynaflow.runtime.program import Bound, Expr, Layout, scratch
 from dynaflow.runtime.workspaces import make_workspace
 from dynaflow.units import Built
-
-if TYPE_CHECKING:
-    from dynaflow.engine import CapturedGraph
 
 log = logging.getLogger("dynaflow")
 
@@ -184,13 +182,13 @@ class Padding:
         at = bisect_left(self._buckets, rows)
         return self._buckets[at] if at < len(self._buckets) else rows
 
-    def slots(self, graph: CapturedGraph, args: Sequence[Any], padded: tuple[Any, ...]) -> dict[int, tuple[int, int] | None]:
+    def slots(self, boundary: Boundary, args: Sequence[Any], padded: tuple[Any, ...]) -> dict[int, tuple[int, int] | None]:
         """Which arguments get slots, and with how many rows."""
         flow, numbers = self._flow, dict(zip(self._flow.symbols, padded))
         found: dict[int, tuple[int, int] | None] = {}
-        for i, name in graph._names:
+        for i, name in boundary.names:
             value = flow.value[name]
-            if value.role != "input" or i in graph.changed or not is_dense(args[i]):
+            if value.role != "input" or i in boundary.changed or not is_dense(args[i]):
                 continue
             found[i] = None if value.axis is None else (value.axis, evaluate(value.shape[value.axis], numbers))
         return found

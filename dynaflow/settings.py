@@ -8,15 +8,16 @@ import importlib.util
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._inductor import list_mode_options
 from torch._inductor.cpp_builder import get_cpp_compiler
 
 from dynaflow import strategies
-from dynaflow.annotate import Rule
+from dynaflow.annotate import Rule, read_rules
 from dynaflow.errors import OptionError
+from dynaflow.runtime.fake import ORDERS
 from dynaflow.runtime.graphs import Pool
 from dynaflow.strategies import Auto
 from dynaflow.strategy import Strategy
@@ -191,7 +192,12 @@ def read_strategy(strategy: Any) -> Strategy:
                 f"unknown strategy {strategy!r}.", fix=f"use 'auto', {', '.join(map(repr, _NAMED))}, 'module:Class' or a df.Strategy")
         return _NAMED[strategy]()
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        strategy = strategy()
+        try:
+            strategy = strategy()
+        except TypeError as error:
+            raise OptionError(
+                f"strategy {strategy.__name__} cannot be made of its name alone.", why=str(error),
+                fix="give it a strategy that is made, or name a subclass whose __init__ takes nothing") from error  # fmt: skip
     if not callable(getattr(strategy, "schedule", None)):
         raise OptionError(f"{strategy!r} is no strategy.", why="it has no schedule(flow)", fix="subclass df.Strategy")
     return strategy
@@ -214,8 +220,17 @@ def read_settings(**options: Any) -> Settings:
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}.", fix=f"known options: {', '.join(sorted(known))}")
     options["strategy"] = read_strategy(options.get("strategy"))
+    partition = options.get("partition", "auto")
+    if isinstance(partition, Iterable) and not isinstance(partition, str):
+        options["partition"] = tuple(partition)  # it is read for every graph
     settings = Settings(**options)
-    if not isinstance(settings.runtime, str) or settings.runtime.partition(":")[0] not in RUNTIMES:
+    if settings.partition != "kernels":
+        read_rules(settings.partition)
+    if type(settings.strict) is not bool:
+        raise OptionError(f"strict={settings.strict!r} is neither True nor False.", fix="strict=True raises instead of falling back")
+    runtime, colon, order = settings.runtime.partition(":") if isinstance(settings.runtime, str) else ("", "", "")
+    is_ordered = runtime == "fake" and (order.isdigit() or order in ORDERS)
+    if runtime not in RUNTIMES or (colon and not is_ordered):
         raise OptionError(
             f"unknown runtime {settings.runtime!r}.", fix=f"use one of {', '.join(RUNTIMES)} ('fake:lazy', 'fake:7' choose an order)")
     if settings.compiler not in COMPILERS:

@@ -73,9 +73,10 @@ def summary(rows: Sequence[Result]) -> Result:
         for name in STRATEGIES
         if (own := [r["speedup"] for r in rows if r["config"].get("strategy") == name and r["speedup"]])
     }
-    known = {r["config"].get("workload") for r in rows}
+    known, there = {r["config"].get("workload") for r in rows}, {r["row"] for r in rows}
     return {
         "rows": len(rows), "measured": len(speedups), "emulated": True, "not_run": [w.name for w in WORKLOADS if w.name not in known],
+        "rows_not_run": [name for name in NAMES if name not in there and name.rpartition(", ")[0] in known],
         "geomean_speedup": round(geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
         "strategies": by_strategy, "not_available": sorted({r["config"]["strategy"] for r in rows if r.get("is_available") is False}),
         "not_equal": [r["row"] for r in rows if r["speedup"] and r["equal"] != "bit"], **store.counted(targets(rows)),
@@ -129,6 +130,8 @@ def markdown(rows: Sequence[Result]) -> str:
     ]  # fmt: skip
     if s["not_run"]:
         lines += ["Workloads that were not run:", "", *(f"- {name}" for name in s["not_run"]), ""]
+    if s["rows_not_run"]:
+        lines += ["Rows that were not run, of workloads that were:", "", *(f"- {name}" for name in s["rows_not_run"]), ""]
     lines += store.losses(s)
     missed = [t for t in targets(rows) if t["note"] and not t["is_met"]]
     if why := [f"- {t['what']}: {shown(t['value'])} of {shown(t['limit'])}; {t['note']}" for t in missed]:

@@ -34,7 +34,7 @@ ON_ONE_STREAM, OVERLAPPED = "on one stream", "overlapped"
 # strategy -> the kinds of workload that it is for; those that this version of df lacks are reported as not available
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "TwoBatch": (TP, EP, SP),
-    "NanoFlow": (TP,),
+    "NanoFlow": (TP, EP),
     "DualBatch": (EP,),
     "SingleBatch": (EP,),
     "CommOverlap": (TP, EP, SP),
@@ -156,7 +156,7 @@ def _sender(case: Case) -> Callable[[], None]:
     sent = case.collectives()
     if not sent:
         raise NotAvailable("the model sends nothing")
-    given = {s.shape: torch.zeros(s.shape, dtype=case.dtype, device=case.generator.device) for s in sent}
+    given = {s.shape: torch.randn(s.shape, dtype=case.dtype, device=case.generator.device) for s in sent}
 
     def send() -> None:
         for s in sent:

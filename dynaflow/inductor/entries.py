@@ -127,7 +127,7 @@ def compile_captured(
 ) -> Callable[..., Any]:
     """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
     what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
-    where they are, for one).
+    where they are, for one). Raises NotCompiled where torch.compile's code would fail as it runs: on inputs without an address.
 
     `options`: of Inductor's configuration. `wrap` gets every graph that Inductor compiles for it or finds in its cache, now or (a
     backward) later, and what it returns is called in the place of Inductor's own callable.
@@ -135,6 +135,10 @@ def compile_captured(
     from torch._inductor.compile_fx import compile_fx
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node in placeholders:
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(example, torch.Tensor) and example.is_mkldnn:
+            raise NotCompiled(f"{node.name} is an mkldnn tensor, which has no address")
     examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
 
     def inner(*args: Any, **kwargs: Any) -> Any:

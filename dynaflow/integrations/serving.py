@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynaflow.errors import OptionError
-from dynaflow.settings import read_strategy
+from dynaflow.settings import read_settings, read_strategy
 from dynaflow.strategies import NanoFlow
 from dynaflow.strategy import Strategy
 
@@ -37,6 +37,8 @@ class Stats:
 
     steps: int = 0
     split_steps: int = 0
+    # under a plan of the strategy's that has no parts
+    uncut_steps: int = 0
     # parts of split steps that begin inside of a request
     cut_requests: int = 0
     # reason -> steps that ran as the engine has them
@@ -87,17 +89,30 @@ class Options:
 
 
 def read_options(given: Any, where: str) -> Options | None:
-    """From the engine's configuration (a strategy, options by name, or None) before DYNAFLOW_<OPTION> of the environment; None where
-    neither asks. `where` it stands in the configuration, for an error."""
-    variables = {name: os.environ[variable] for name in DEFAULTS if (variable := f"DYNAFLOW_{name.upper()}") in os.environ}
+    """From the engine's configuration (a strategy, options by name, or None) before DYNAFLOW_<OPTION> of the environment, where one that
+    is empty is none; None where neither asks. `where` it stands in the configuration, for an error.
+
+    What is wrong with them is said here, before anything is loaded."""
+    variables = {name: value for name in DEFAULTS if (value := os.environ.get(f"DYNAFLOW_{name.upper()}"))}
     if given is None and "strategy" not in variables:
         return None
-    options = {**DEFAULTS, **variables, **({"strategy": given} if isinstance(given, str) else given or {})}
-    if unknown := sorted(set(options) - set(DEFAULTS)):
+    by_name = {"strategy": given} if isinstance(given, str) else {} if given is None else given
+    if not isinstance(by_name, Mapping):
+        raise OptionError(f"{where} is {given!r}.", fix=f"a strategy's name, or a dict of {', '.join(DEFAULTS)}; leave it out for none")
+    if unknown := sorted(set(by_name) - set(DEFAULTS)):
         raise OptionError(f"{where} has {unknown[0]!r}.", fix=f"use {', '.join(DEFAULTS)}")
-    is_auto, is_branches = (options["strategy"] == name for name in ("auto", "branches"))
+    options = {**DEFAULTS, **variables, **by_name}
+    is_auto, is_branches = options["strategy"] in (None, "auto"), options["strategy"] == "branches"
     strategy = NanoFlow() if is_auto else read_strategy(options["strategy"])
-    return Options(strategy, int(options["min_tokens"]), options["compiler"], options["runtime"], is_auto, is_branches)
+    read_settings(compiler=options["compiler"], runtime=options["runtime"])
+    return Options(strategy, _read_number(options["min_tokens"]), options["compiler"], options["runtime"], is_auto, is_branches)
+
+
+def _read_number(min_tokens: Any) -> int:
+    """A variable's text, too. `True` is a number to Python."""
+    if isinstance(min_tokens, bool) or not str(min_tokens).isdecimal():
+        raise OptionError(f"min_tokens (DYNAFLOW_MIN_TOKENS) is {min_tokens!r}.", fix="a number of tokens, 0 or more")
+    return int(min_tokens)
 
 
 def first_that_holds(against: Mapping[str, Any]) -> str:

@@ -34,10 +34,13 @@ from torch._dynamo.exc import TorchDynamoException
 
 import dynaflow as df
 from dynaflow.engine import Rows
-from dynaflow.errors import DynaFlowError, FellBack, RankMissing
+from dynaflow.errors import BatchTooSmall, DynaFlowError, FellBack, RankMissing
 from dynaflow.integrations.requests import place_cuts, readers_before_writers
 from dynaflow.integrations.serving import Engine, Options
 from dynaflow.integrations.step_trials import Kind, Trials, kind_of
+
+# as a reason; how many they are changes from step to step
+TOO_FEW = "fewer tokens than the strategy has parts for"
 
 
 class Steps(ABC):
@@ -45,8 +48,10 @@ class Steps(ABC):
         """`reading`: how calls of the model are to be read and cut, df.compile's `batch=` and `partition=`."""
         self.engine, self.min_tokens = engine, options.min_tokens
         self.trials = Trials(engine.name, engine.log, self._added_up) if options.is_auto else None
-        # of the step that is being split
-        self._starts = np.zeros(1, np.int64)
+        # why no further step is split: a process may have several engines, of which each has its own reasons
+        self.refusal = ""
+        # of the step that is being split: where its requests begin, and parts that begin inside of one
+        self._starts, self._num_cut = np.zeros(1, np.int64), 0
         self.fast = df.compile(
             model, strategy=options.strategy, compiler=options.compiler, runtime=options.runtime, strict=True, part_context=self.contexts,
             align=self._align, **reading,
@@ -65,8 +70,9 @@ class Steps(ABC):
         """The first token of each request, and the end. The first that is asked of a step, and once."""
 
     @abstractmethod
-    def tables(self) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
-        """Of its prefix cache: tokens computed per request, blocks per request, tokens per block, as `readers_before_writers` takes them.
+    def tables(self) -> Iterable[tuple[np.ndarray, np.ndarray, int, int | None]]:
+        """Of its prefix cache: tokens computed per request, blocks per request, tokens per block, and the window where attention slides, as
+        `readers_before_writers` takes them.
         None where there is no such cache, or where a request is never admitted on blocks that its own step computes."""
 
     @abstractmethod
@@ -90,7 +96,7 @@ class Steps(ABC):
     def step(self, num_tokens: int, *call: Any, **named: Any) -> Any:
         """In the place of the engine's call. `num_tokens`: without those that pad the step."""
         stats = self.engine.stats
-        reason = stats.refusal or (
+        reason = self.refusal or (
             f"fewer than {self.min_tokens} tokens" if num_tokens < self.min_tokens else self.why_whole(*call, **named))  # fmt: skip
         stats.steps += 1
         kind = None
@@ -103,17 +109,22 @@ class Steps(ABC):
         if not reason:
             try:
                 with self._timed(kind, num_tokens, True), df.context(**tags):
+                    split_before = df.stats(self.fast).split_calls
                     result = self.in_parts(num_tokens, *call, **named)
-                    stats.split_steps += 1
+                    if df.stats(self.fast).split_calls > split_before:
+                        stats.split_steps += 1
+                        stats.cut_requests += self._num_cut
+                    else:
+                        stats.uncut_steps += 1
                     return result
-            except FellBack as error:
-                reason = str(error).splitlines()[0]
+            except (FellBack, BatchTooSmall) as error:
+                reason = TOO_FEW if isinstance(error, BatchTooSmall) else str(error).splitlines()[0]
                 if self.trials is not None and kind is not None:
                     self.trials.refused(kind)
             except RankMissing:
                 raise
             except (DynaFlowError, TorchDynamoException) as error:
-                reason = stats.refusal = str(error).splitlines()[0]
+                reason = self.refusal = stats.refusal = str(error).splitlines()[0]
                 self.engine.log.error("dynaflow leaves this model to %s from here on: %s", self.engine.name, error)
         stats.fallbacks[reason] += 1
         with self._timed(kind, num_tokens, False):
@@ -125,9 +136,10 @@ class Steps(ABC):
         return slice(first, int(np.searchsorted(self._starts, part.stop)))
 
     def _align(self, cuts: Sequence[int]) -> list[int]:
-        pairs = (readers_before_writers(computed, self._starts, blocks, size) for computed, blocks, size in self.tables())
+        pairs = (readers_before_writers(computed, self._starts, blocks, size, window)
+                 for computed, blocks, size, window in self.tables())  # fmt: skip
         moved = place_cuts(cuts, self._starts, set[tuple[int, int]]().union(*pairs))
-        self.engine.stats.cut_requests += int((~np.isin(moved, self._starts)).sum())
+        self._num_cut = int((~np.isin(moved, self._starts)).sum())
         return moved
 
     def _timed(self, kind: Kind | None, num_tokens: int, in_parts: bool) -> AbstractContextManager[None]:

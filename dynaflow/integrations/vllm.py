@@ -3,35 +3,28 @@
     DYNAFLOW_STRATEGY=auto vllm serve ...
     LLM(..., additional_config={"dynaflow": {"strategy": "two_batch", "min_tokens": 512}})
 
-vLLM calls `register` in every process. Where DynaFlow is asked for, and nothing in the configuration is against it, `VllmSteps` stand
-between the model runner and its model (`vllm_steps.py`). "branches" is about kernels, not about steps: they run as vLLM has them, on any
-runner, with plans of kernels in vLLM's CUDA Graphs (`vllm_branches.py`). All that is not vLLM's own is for any engine: see `serving.py`.
+vLLM calls `register` in every process, whether DynaFlow is asked for or not. All that it does is to look at the configuration of workers
+that are made. Where one asks, and nothing in it is against it, `VllmSteps` stand between the model runner and its model
+(`vllm_steps.py`). "branches" is about kernels, not about steps: they run as vLLM has them, on any runner, with plans of kernels in vLLM's
+CUDA Graphs (`vllm_branches.py`). All that is not vLLM's own is for any engine: see `serving.py`.
+
+What only a worker that asks needs is imported there: vLLM's server, and workers that do not ask, load none of it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-from vllm.compilation.piecewise_backend import PiecewiseBackend
-from vllm.distributed import parallel_state
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
 
-from dynaflow.integrations import vllm_branches
 from dynaflow.integrations.around import put_around
 from dynaflow.integrations.ops import find_op, tell_split_rules
-from dynaflow.integrations.pieces import Pieces
 from dynaflow.integrations.serving import NOTHING_TO_HIDE, Engine, Options, Stats, first_that_holds, read_options
-from dynaflow.integrations.vllm_steps import VllmSteps
 
 ENGINE = Engine("vLLM", logging.getLogger("vllm"))
-PIECES = Pieces(ENGINE, "vllm", vllm_branches.WHY_NONE)
 
 # ops of vLLM that treat tokens apart; a build has some of them
 ROWWISE = """_C.rms_norm _C.fused_add_rms_norm _C.rotary_embedding _C.silu_and_mul _C.mul_and_silu _C.gelu_and_mul _C.gelu_tanh_and_mul
@@ -45,16 +38,13 @@ ALL_REDUCE = ("vllm.all_reduce", "_C.shm_allreduce", EMULATED)
 
 
 def stats(worker: Any = None) -> Stats:
-    """Of this process. `llm.collective_rpc(stats)` gives those of all workers."""
+    """Of this process. `llm.collective_rpc("dynaflow_stats")` gives those of all workers, as plain data."""
     return ENGINE.stats
 
 
 def register() -> None:
     """The plugin. vLLM may call it several times."""
-    for runner in (GPUModelRunner, RunnerV2):
-        put_around(runner, "initialize_kv_cache", _initialize)
-        put_around(runner, "capture_model", _capture)
-    put_around(PiecewiseBackend, "__init__", _compile)
+    put_around(WorkerBase, "__init__", _make)
 
 
 def asked_for(config: Any) -> Options | None:
@@ -62,50 +52,55 @@ def asked_for(config: Any) -> Options | None:
     return read_options(given, "additional_config['dynaflow']")
 
 
-def _initialize(initialize: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+def _make(make: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Nothing is loaded yet: an option that is wrong costs no time."""
+    make(worker, *args, **kwargs)
+    if (options := asked_for(worker.vllm_config)) is None:
+        return
+    worker.dynaflow_stats = lambda: {**vars(ENGINE.stats), "fallbacks": dict(ENGINE.stats.fallbacks)}
+    worker.initialize_from_config = functools.partial(_initialize, worker.initialize_from_config, worker, options)
+    if options.is_branches:
+        from dynaflow.integrations import vllm_branches
+
+        vllm_branches.take_pieces()
+
+
+def _initialize(initialize: Callable[..., Any], worker: Any, options: Options, *args: Any, **kwargs: Any) -> Any:
     """Runners are complete, their models loaded and compiled, when their KV cache is initialised. Nothing is captured yet."""
-    result = initialize(runner, *args, **kwargs)
-    options = asked_for(runner.vllm_config)
-    if options is not None and options.is_branches:
-        ENGINE.show_log()
+    result = initialize(*args, **kwargs)
+    runner = worker.model_runner
+    for name in ("_model_forward", "_build_attention_metadata", "capture_model"):
+        vars(runner).pop(name, None)  # the KV cache is initialised anew
+    ENGINE.show_log()
+    if options.is_branches:
+        from dynaflow.integrations import vllm_branches
+
         ENGINE.refuse(vllm_branches.refusal(runner.vllm_config))
-    elif options is not None and isinstance(runner, RunnerV2):
-        ENGINE.refuse("it runs on Model Runner V2; VLLM_USE_V2_MODEL_RUNNER=0 chooses the other")
-    elif options is not None:
+        runner.capture_model = vllm_branches.PIECES.opened()(runner.capture_model)
+    else:
         _install(runner, options)
     return result
 
 
 def _install(runner: Any, options: Options) -> None:
-    for name in ("_model_forward", "_build_attention_metadata"):
-        vars(runner).pop(name, None)  # the KV cache is initialised anew
-    has_collectives = runner.parallel_config.tensor_parallel_size > 1 or find_op(EMULATED) is not None
-    ENGINE.refuse(refusal(runner) or (NOTHING_TO_HIDE if options.is_auto and not has_collectives else ""))
+    has_collectives = runner.vllm_config.parallel_config.tensor_parallel_size > 1 or find_op(EMULATED) is not None
+    ENGINE.refuse(NOTHING_TO_HIDE if options.is_auto and not has_collectives else refusal(runner))
     if ENGINE.stats.refusal:
         return
     _tell_split_rules()
-    ENGINE.show_log()
+    from dynaflow.integrations.vllm_steps import VllmSteps
+
     steps = VllmSteps(ENGINE, options, runner)
     runner._model_forward, runner._build_attention_metadata = steps.forward, steps.build_metadata
 
 
-def _compile(make: Callable[..., None], backend: Any, graph: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    with PIECES.taken(vllm_branches.accumulating(vllm_config)) if _wants_branches(vllm_config) else nullcontext():
-        make(backend, graph, vllm_config, *args, **kwargs)
-
-
-def _capture(capture: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    with PIECES.opened() if _wants_branches(runner.vllm_config) else nullcontext():
-        return capture(runner, *args, **kwargs)
-
-
-def _wants_branches(config: Any) -> bool:
-    options = asked_for(config)
-    return options is not None and options.is_branches
-
-
 def refusal(runner: Any) -> str:
     """Why nothing of this model is split; empty where it may be."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    if not hasattr(runner, "_model_forward"):
+        return "it runs on Model Runner V2; VLLM_USE_V2_MODEL_RUNNER=0 chooses the other"
     config, parallel = runner.vllm_config, runner.parallel_config
     layers = {type(x).__name__ for x in config.compilation_config.static_forward_context.values() if isinstance(x, AttentionLayerBase)}
     specs = {type(spec).__name__ for g in runner.kv_cache_config.kv_cache_groups if not isinstance(spec := g.kv_cache_spec, AttentionSpec)}
@@ -119,15 +114,20 @@ def refusal(runner: Any) -> str:
         "LoRA, whose adapters are looked up by a token's place in the step": config.lora_config is not None,
         "speculative decoding, whose drafter shares the step's metadata": config.speculative_config is not None,
         "a KV connector, which moves layers once per step": config.kv_transfer_config is not None,
+        # vLLM 0.25; later ones do it on Model Runner V2 alone
+        "routed experts that are returned, which lie by a token's place in the step": getattr(
+            runner.model_config, "enable_return_routed_experts", False),
         "kv_sharing_fast_prefill": runner.cache_config.kv_sharing_fast_prefill,
         "attention both ways over a prefix, which vLLM does not cut": runner.is_mm_prefix_lm or bool(runner.model_config.rswa_window),
-        f"attention layers of type {', '.join(sorted(layers - {'Attention'}))}": layers != {Attention.__name__},
+        f"attention layers of type {', '.join(sorted(layers - {'Attention'}))}": layers != {"Attention"},
         f"a cache of {', '.join(sorted(specs))}": bool(specs),
         "an attention backend with smaller blocks than the cache's": has_smaller_blocks,
     })  # fmt: skip
 
 
 def _tell_split_rules() -> None:
+    from vllm.distributed import parallel_state
+
     tell_split_rules(ROWWISE)
     tell_split_rules(EXPERTS, uses=lambda call: ["vllm:workspace"])
     tell_split_rules(ALL_REDUCE, uses=lambda call: [f"group:{parallel_state.get_tp_group().device_group.group_name}"])

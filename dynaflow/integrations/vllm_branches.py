@@ -12,18 +12,35 @@ vLLM runs each size once before it captures it, with adapters and without: how m
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from vllm.compilation.piecewise_backend import PiecewiseBackend
 from vllm.config import CompilationMode, CUDAGraphMode
 
 from dynaflow.inductor.accumulating import Accumulates
+from dynaflow.integrations.around import put_around
+from dynaflow.integrations.pieces import Pieces
 from dynaflow.integrations.serving import first_that_holds
+from dynaflow.integrations.vllm import ENGINE, asked_for
 
 # it rounds what it adds to the type of its weights
 ACCUMULATING = {"torch.ops.vllm.lora_expand.default": Accumulates("output_tensor", "add_inputs")}
 
 WHY_NONE = "vLLM compiled none of its pieces here, it read all from a cache; VLLM_USE_MEGA_AOT_ARTIFACT=0 shows them"
+PIECES = Pieces(ENGINE, "vllm", WHY_NONE)
+
+
+def take_pieces() -> None:
+    """Of all models in this process whose configurations ask for it."""
+    put_around(PiecewiseBackend, "__init__", _compile)
+
+
+def _compile(make: Callable[..., None], backend: Any, graph: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    options = asked_for(vllm_config)
+    with PIECES.taken(accumulating(vllm_config)) if options is not None and options.is_branches else nullcontext():
+        make(backend, graph, vllm_config, *args, **kwargs)
 
 
 def accumulating(config: Any) -> Mapping[str, Accumulates]:

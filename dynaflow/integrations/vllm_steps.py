@@ -19,6 +19,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.ubatch_utils import UBatchSlice
 
 import dynaflow as df
@@ -67,12 +68,14 @@ class VllmSteps(Steps):
         self._call = self._signature.bind(*args, **kwargs).arguments
         return self.runner.query_start_loc.np[: self._call["num_reqs"] + 1].astype(np.int64)
 
-    def tables(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    def tables(self) -> Iterator[tuple[np.ndarray, np.ndarray, int, int | None]]:
         if self.runner.cache_config.enable_prefix_caching:
             batch = self.runner.input_batch
             computed = batch.num_computed_tokens_cpu[: self._call["num_reqs"]].astype(np.int64)
-            for table in batch.block_table.block_tables:
-                yield computed, table.get_numpy_array(), table.block_size
+            for table, group in zip(batch.block_table.block_tables, self.runner.kv_cache_config.kv_cache_groups, strict=True):
+                # of other kinds, some layers may see everything
+                window = group.kv_cache_spec.sliding_window if isinstance(group.kv_cache_spec, SlidingWindowSpec) else None
+                yield computed, table.get_numpy_array(), table.block_size, window
 
     def in_parts(self, num_tokens: int, input_ids: Any, positions: Any, _: Any, inputs_embeds: Any) -> Any:
         """vLLM's own ops (`vllm.ir`) are captured as what they come down to: lowering them is a pass of its compiler, not of ours."""

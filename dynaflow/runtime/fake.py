@@ -25,6 +25,8 @@ from dynaflow.runtime.lanes import Run
 from dynaflow.runtime.loose import overwrite, recycled
 from dynaflow.runtime.program import LAUNCH, RECORD, WAIT, Bound, Program
 
+# beside a number, which is a random seed
+ORDERS = ("issue", "greedy", "lazy")
 Order = str | int
 
 

@@ -285,8 +285,9 @@ class Recording:
     def _run_step(step: Step) -> Sequence[torch.Tensor]:
         return step()
 
-    def __del__(self) -> None:
-        if hasattr(self, "lent"):
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # at the end of the process modules go away in any order: what leaving needs may be gone, and so will be the memory
+        if hasattr(self, "lent") and not is_ending():
             self.lent.leave()
 
 

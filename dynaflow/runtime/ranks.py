@@ -4,17 +4,21 @@
    as a whole says that.) Posts are found by the collectives that the graph calls, and numbered: ranks may capture other graphs, or the
    same one in other shards.
 2. It reads what the other ranks of these groups posted, and those of their groups, until it knows everybody whom it could wait for,
-   directly or not. So all of them see the same orders, and come to the same verdict.
+   directly or not. So all of them see the same orders, and come to the same verdict. A group whose collectives all need the whole batch,
+   in the order that the graph has them, is left out: there every rank does what the graph itself does, whatever the others plan.
 3. Orders that differ are refused, on every rank. A rank that posts nothing is not waited for longer than TIME_LIMIT.
 
-A flow whose collectives all need the whole batch, under a plan that keeps their order, does what the graph itself does: it waits for
-nobody. Nothing is sent over the groups themselves: a difference is found by a message, never by a collective that does not return.
+A flow with such groups alone waits for nobody. Nothing is sent over the groups themselves: a difference is found by a message, never by a
+collective that does not return.
+
+At the end of the process, `settle` waits for what a group's threads still do with messages that have arrived.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from datetime import timedelta
@@ -34,17 +38,17 @@ TIME_LIMIT = timedelta(seconds=300)
 _rounds: Counter[tuple[str, str]] = Counter()
 
 
-def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
-    """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order; RankMissing where a rank
-    did not say."""
+def agree(graph: fx.Graph, flow: Flow, plan: Plan, num_measured: int = 0) -> None:
+    """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order, and measure as many plans
+    against each other behind it; RankMissing where a rank did not say."""
     if not uses_groups(flow):
         return
-    users = [op for op in flow.ops if _groups(op)]
-    names = dict.fromkeys(name for op in users for name in _groups(op))
+    names = dict.fromkeys(name for op in flow.ops for name in _groups(op))
     order = collectives(plan, flow)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    mine = _post(store, rank, names, _signature(flow.name, graph), order)
-    if all(op.unsplittable for op in users) and [name for name, *_ in order] == [op.name for op in users]:
+    waits = _planned_together(flow, order)
+    mine = _post(store, rank, names, _signature(flow.name, graph), order, num_measured, waits)
+    if not waits:
         return
     posts = _everybody(store, rank, mine, flow.name)
     ranks = sorted(posts)
@@ -55,6 +59,12 @@ def agree(graph: fx.Graph, flow: Flow, plan: Plan) -> None:
             why="a plan may call collectives on parts of the batch, and each rank would wait for the other",
             fix="use one strategy on all ranks")  # fmt: skip
     verify_orders([posts[r]["order"] for r in ranks], ranks)
+    odd = next((r for r in ranks if posts[r]["num_measured"] != posts[ranks[0]]["num_measured"]), None)
+    if odd is not None:
+        first, other = (posts[r]["num_measured"] or "none" for r in (ranks[0], odd))
+        raise RankMismatch(
+            f"plans of '{flow.name}' that would be measured: {first} on rank {ranks[0]}, {other} on rank {odd}.",
+            why="ranks measure plans together, and each would wait for the other", fix="use one never_slower on all ranks")  # fmt: skip
 
 
 def everybody_says(graph: fx.Graph, flow: Flow, mine: Any) -> list[Any]:
@@ -72,8 +82,22 @@ def uses_groups(flow: Flow) -> bool:
 
 
 def are_waited_for(flow: Flow) -> bool:
-    """Whether ranks plan this flow together. Where all collectives need the whole batch, a rank may be at other sizes than the others."""
-    return any(_groups(op) and not op.unsplittable for op in flow.ops)
+    """Whether all ranks that this flow could wait for plan it together. Where all collectives of a group need the whole batch, a rank of
+    it may be at other sizes than the others."""
+    return {name for op in flow.ops for name in _groups(op)} == _split(flow)
+
+
+def _split(flow: Flow) -> set[str]:
+    """The groups that have a collective which can be split."""
+    return {name for op in flow.ops if not op.unsplittable for name in _groups(op)}
+
+
+def _planned_together(flow: Flow, order: list[Collective]) -> list[str]:
+    """The groups whose ranks must call the same: those of `_split`; all of them, where the others' order is not the graph's."""
+    split = _split(flow)
+    others = [op.name for op in flow.ops if {*_groups(op)} - split]
+    kept = [name for name, *_ in order if name in others] == others
+    return [name for name in dict.fromkeys(name for op in flow.ops for name in _groups(op)) if name in split or not kept]
 
 
 def _groups(op: Op) -> list[str]:
@@ -108,13 +132,18 @@ def _ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(None if name == "?" else dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
-def _post(store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | Any) -> dict[str, Any]:
-    """`order` is None for a graph that runs as a whole, or what a rank says of something else."""
+def _post(
+    store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | Any, num_measured: int = 0,
+    waits: Iterable[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`order` is None for a graph that runs as a whole, or what a rank says of something else. `waits`: the groups whose ranks are waited
+    for; by default all."""
     groups = {}
     for name in names:
         _rounds[name, signature] += 1
         groups[name] = (f"{signature}/{_rounds[name, signature]}", _ranks_of(name))
-    post = {"order": order, "groups": groups}
+    waited = {name: groups[name] for name in (groups if waits is None else waits)}
+    post = {"order": order, "num_measured": num_measured, "groups": waited}
     for name, (number, _) in groups.items():
         store.set(_key(name, number, rank), json.dumps(post))
     return post
@@ -153,3 +182,39 @@ def _missing(store: Any, keys: dict[int, str], flow: str) -> RankMismatch:
 
 def _key(group: str, number: str, rank: int) -> str:
     return f"dynaflow/{group}/{number}/{rank}"
+
+
+# -- the end of the process
+
+# what gloo's threads are called, which send messages and hold their tensors
+_SENDS = "pt_gloo_runloop"
+_TASKS = "/proc/self/task"
+
+
+def settle(until: float) -> None:
+    """Wait, at most until then, for gloo's threads to rest.
+
+    Whoever waits for a message goes on when it has arrived. Only then does gloo let go of its tensors, which takes Python's lock; a
+    thread that waits for the lock when Python goes away takes the process down. `destroy_process_group` ends these threads, but not
+    where a graph with collectives was captured: the graph keeps the group. (pytorch#190489)
+    """
+    num_rests = 0
+    while num_rests < 3 and (states := _states(_SENDS)) and time.monotonic() < until:
+        # Reading a state lets go of the lock: one that waits for it is awake then.
+        num_rests = num_rests + 1 if set(states) == {"S"} else 0
+        time.sleep(0.001)
+
+
+def _states(name: str) -> list[str]:
+    """Of the threads of that name: "S" sleeps, "R" runs or would."""
+    states = []
+    for task in os.listdir(_TASKS) if os.path.isdir(_TASKS) else ():
+        try:
+            with open(f"{_TASKS}/{task}/stat") as file:
+                stat = file.read()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        begin, end = stat.index("("), stat.rindex(")")
+        if stat[begin + 1 : end] == name:
+            states.append(stat[end + 2])
+    return states

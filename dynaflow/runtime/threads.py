@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
+from dynaflow.runtime import ranks
 from dynaflow.runtime.lanes import Ambient, Run
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound, Instruction
 
@@ -146,7 +147,7 @@ def _serve(queue: SimpleQueue[Any]) -> None:
 @atexit.register
 def _leave() -> None:
     """End the lanes while Python is whole: a thread that is inside of torch when Python goes away takes the process down with it
-    ("terminate called without an active exception")."""
+    ("terminate called without an active exception"). So may one that sent a lane's message."""
     with _posting:
         lanes = list(_lanes.values())
         _lanes.clear()
@@ -158,6 +159,7 @@ def _leave() -> None:
         # Python is done with a thread before the thread is: what torch keeps per thread goes last, and may need Python
         while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
             time.sleep(0.001)
+    ranks.settle(until)
 
 
 def _follow(work: _Work) -> None:

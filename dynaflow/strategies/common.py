@@ -26,6 +26,13 @@ def weight_ops(flow: Flow) -> set[str]:
     return found
 
 
+def cache_readers(flow: Flow) -> set[str]:
+    """Ops that read, and do not change, what carries the batch from call to call: an input that the flow changes in place."""
+    changed = {flow.value[v].storage for op in flow.ops for v in op.mutates}
+    caches = {v.name for v in flow.values if v.role in ("input", "param") and v.axis is not None and v.storage in changed}
+    return {op.name for op in flow.ops if not caches.isdisjoint(op.reads) and caches.isdisjoint(op.mutates)}
+
+
 def is_network(op: Op) -> bool:
     return op.kind == "network"
 

@@ -63,7 +63,7 @@ def hold(
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     num, inner = x.numel() // num_read, x.shape[dim:].numel() // num_read
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
-    with torch.cuda.device(x.device):
+    with torch.cuda.device_of(x):
         _hold[(sms,)](
             x, out, out if where is None else where, num, inner, round(hold_us * 1e3), NUM_READ=num_read, NUM_WRITTEN=num_written, SUM=wide,
             HAS_WHERE=where is not None, BLOCK=BLOCK_BYTES // x.element_size(), num_warps=NUM_WARPS)  # fmt: skip
@@ -103,6 +103,6 @@ def hold_norm(
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
     rows = max(1, BLOCK_BYTES // 2 // (block * x.element_size()))
-    with torch.cuda.device(x.device):
+    with torch.cuda.device_of(x):
         _hold_norm[(sms,)](x, residual, weight, total, normed, x.numel() // size, size, eps, round(hold_us * 1e3), ROWS=rows, BLOCK=block,
                            num_warps=NUM_WARPS)  # fmt: skip

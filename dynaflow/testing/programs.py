@@ -253,9 +253,7 @@ class _Kept(CapturedGraph):
 
     def forget(self) -> None:
         if self._is_analysed and self.refusal is None:
-            self.planning.plans.clear()
-        self._bound.clear()
-        self._serial.clear()
+            self.bindings.clear()
         for region in self.regions:
             region.forget()
 

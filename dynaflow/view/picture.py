@@ -22,12 +22,21 @@ LANE_HEIGHT = 0.78
 WIDTH_INCHES = 13.0
 # how wide a character of a label is, in inches, at its font size
 CHARACTER_INCHES = 0.066
+LANE_CHARACTER_INCHES = 0.083
 LABEL_SIZE = 7.5
 _PART = re.compile(r"^(?P<op>.*?) (?P<part>\d+(?::\d+)?/\d+)$")
+# functions that share a name are numbered behind it
+_FUNCTION = re.compile(r"^(?P<name>[^\[(]+?)(\(.*?\))?(\.\d+)?\[(?P<calls>.*)\]$")
 
 
-def picture(timelines: Sequence[Timeline], path: str | PathLike[str], *, subtitles: Sequence[str] = ()) -> None:
-    """Draws the timelines into one file; `subtitles` stand at the right of their titles."""
+def picture(
+    timelines: Sequence[Timeline], path: str | PathLike[str], *, subtitles: Sequence[str] = (), time_label: str = "", source: str = ""
+) -> None:
+    """Draws the timelines into one file; `subtitles` stand at the right of their titles.
+
+    With `time_label` it stands at the time axis, which then has no numbers: for times that are nobody's. `source` is kept in the file as
+    its description: what the picture was drawn from.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -39,22 +48,28 @@ def picture(timelines: Sequence[Timeline], path: str | PathLike[str], *, subtitl
     figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.75), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    left, right = 0.075, 0.985
+    longest_name = max((len(stream) for t in timelines for stream in t.streams), default=0)
+    left, right = max(0.075, (longest_name + 2) * LANE_CHARACTER_INCHES / WIDTH_INCHES), 0.985
     figure.subplots_adjust(left=left, right=right, top=1 - 0.42 / figure.get_figheight(), bottom=0.72 / figure.get_figheight(), hspace=0.42)
 
     longest = max((t.total_us for t in timelines), default=0.0) or 1.0
     character_us = CHARACTER_INCHES / (WIDTH_INCHES * (right - left)) * longest
     colours = part_colours(timelines)
     for i, (axis, timeline) in enumerate(zip(axes, timelines)):
-        _draw(axis, timeline, colours, character_us, subtitles[i] if i < len(subtitles) else "")
+        total = "" if time_label else f"{timeline.total_us / 1e3:.1f} ms"
+        _draw(axis, timeline, colours, character_us, subtitles[i] if i < len(subtitles) else total)
     axes[-1].set_xlim(0, longest * 1.002)
-    _time_axis(axes[-1], longest)
+    _time_axis(axes[-1], longest, time_label)
     _legend(figure, colours, any(s.kind == "network" for t in timelines for s in t.spans))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Description": source} if source else None)
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """`layers.0.attn 1/2` -> ("layers.0.attn", "1/2"); the part is empty for the whole batch."""
+    """`layers.0.attn 1/2` -> ("layers.0.attn", "1/2"); the part is empty for the whole batch. A function in the place of ops is its name,
+    on their part: `pkg.fn(ctas=8)[ar 1/2, norm 1/2]` -> ("fn", "1/2"), or on none where they have several."""
+    if function := _FUNCTION.match(label):
+        parts = {split_label(call)[1] for call in function["calls"].split(", ")}
+        return function["name"].rsplit(".", 1)[-1], parts.pop() if len(parts) == 1 else ""
     match = _PART.match(label)
     return (match["op"], match["part"]) if match else (label, "")
 
@@ -98,7 +113,7 @@ def _draw(axis: Any, timeline: Timeline, colours: dict[str, str], character_us: 
         spine.set_visible(side == "bottom")
         spine.set_color("#9aa3af")
     axis.set_title(timeline.title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=5)
-    axis.set_title(subtitle or f"{timeline.total_us / 1e3:.1f} ms", loc="right", fontsize=9.5, color=INK, pad=5)
+    axis.set_title(subtitle, loc="right", fontsize=9.5, color=INK, pad=5)
 
 
 def _draw_span(axis: Any, span: Span, start: float, row: int, colours: dict[str, str], names: dict[str, str], character_us: float) -> None:
@@ -115,7 +130,11 @@ def _draw_span(axis: Any, span: Span, start: float, row: int, colours: dict[str,
             break
 
 
-def _time_axis(axis: Any, longest_us: float) -> None:
+def _time_axis(axis: Any, longest_us: float, label: str) -> None:
+    if label:
+        axis.set_xticks([])
+        axis.set_xlabel(label, fontsize=9.5, color=INK)
+        return
     scale, unit = (1e3, "milliseconds") if longest_us >= 2e3 else (1.0, "microseconds")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / scale:g}")
     axis.set_xlabel(unit, fontsize=9.5, color=INK)

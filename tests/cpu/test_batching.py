@@ -531,3 +531,18 @@ def test_model_with_a_static_cache():
     counters = [facts for facts in got.facts.nodes.values() if facts.writes_state]
     assert len(counters) == 1
     assert len(got.reasons) <= len(counters) + 1
+
+
+def test_wrappers_ops_are_not_taken_apart():
+    """A nested tensor answers for its own dims, and has a product of its own."""
+    graphs = []
+    x = torch.nested.nested_tensor([torch.randn(3, H), torch.randn(5, H)], layout=torch.jagged)
+    weight = torch.randn(H, H)
+    with torch.no_grad():
+        torch.compile(lambda x: F.linear(x, weight).relu(), backend=lambda gm, inputs: graphs.append(gm) or gm.forward)(x)
+    (gm,) = graphs
+    facts = analyse(gm, [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"], {}, [])
+    reasons = [info.unsplittable for info in facts.nodes.values()]
+    assert not [r for r in reasons if "could not be analysed" in r]
+    calls = [call for info in facts.nodes.values() for call in info.calls]
+    assert calls == ["aten.linear.default", "aten.relu.default"]

@@ -216,3 +216,19 @@ def test_other_devices_are_left_alone(regions, caplog):
     with caplog.at_level(logging.INFO, "dynaflow"):
         assert fast(torch.empty(4, 4, device="meta")).device.type == "meta"
     assert said(caplog, "runs as it was captured: nothing is compiled for meta") and not regions()
+
+
+# -- tensors without an address
+
+
+def test_mkldnn_tensors_run_as_they_were_captured(caplog):
+    """Where torch.compile's own code raises as it runs."""
+    torch._dynamo.reset()
+    fast, x = torch.compile(lambda x: torch.relu(x).to_dense() + 1, backend="dynaflow"), torch.randn(6, 4)
+    with caplog.at_level(logging.WARNING, "dynaflow"):
+        for _ in range(3):
+            assert torch.equal(fast(x.to_mkldnn()), torch.relu(x) + 1)
+    assert said(caplog, "mkldnn tensor, which has no address")
+    assert torch.equal(df.compile(torch.relu, strict=True)(x), torch.relu(x)), "a plain one is compiled"
+    with pytest.raises(Exception, match="which has no address"):
+        df.compile(torch.relu, strict=True)(x.to_mkldnn())

@@ -155,6 +155,9 @@ def test_file_has_the_form_of_a_result(results, tmp_path):
     assert whole["summary"]["not_available"] == ["DualBatch"]
     not_run, page = whole["summary"]["not_run"], report.markdown(whole["rows"])
     assert "deepseek-v3 ep8 decode 64" not in not_run and len(not_run) == len(WORKLOADS) - 1 and all(f"\n- {w}\n" in page for w in not_run)
+    workload = one("deepseek-v3*decode 64")
+    missing = {report.name_of(workload.name, name) for name in suite.strategies_of(workload, "") if name not in results}
+    assert missing and {*whole["summary"]["rows_not_run"]} == missing and all(f"\n- {row}\n" in page for row in missing)
     suite.plot(whole["rows"], path)
     assert path.with_suffix(".png").exists()
 

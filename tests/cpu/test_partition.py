@@ -2,6 +2,7 @@
 
 import operator
 import os
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_split_module_by_name_and_by_class():
         assert {"layers.0.mlp", "layers.1.mlp"} <= set(found) and not any(".up" in name for name in found)
     assert by_name["layers.0.mlp"].kind == "memory" and by_class["layers.0.mlp"].kind == "compute"
     assert_holds(model, df.SplitModule("*.mlp"))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        mixed = torch.nn.functional.scaled_dot_product_attention(self.q(x)[..., :8], self.k(x), self.v(x))
+        return rotate(self.o(torch.cat((mixed, mixed), -1)))
+
+
+def test_what_rules_leave_is_named_after_its_products():
+    """After the module whose products are all there: not after what comes first, a norm, nor after a part of a module's name."""
+    block = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), attn=Attention(), norm2=nn.LayerNorm(8), mlp=Mlp()))
+    x = torch.randn(6, 3, 8)
+    found = ops(block, df.SplitFunc(rotate), x)
+    assert [name for name in found if "rotate" not in name] == ["attn", "mlp"]
+    sdpa = df.SplitFunc(torch.nn.functional.scaled_dot_product_attention)
+    cut = [name for name in ops(block, [df.SplitFunc(rotate), sdpa], x) if "rotate" not in name]
+    assert cut == ["attn.q", "attn.scaled_dot_product_attention", "attn.o", "mlp"], "of attention two thirds are no attention"
+    assert [*ops(nn.Sequential(nn.Tanh(), nn.ReLU()), df.SplitModule("1"))] == ["0", "1"], "without products, after what comes first"
 
 
 def test_the_innermost_module_wins():

@@ -26,6 +26,14 @@ REFUSED = {
     "no compiler": ({"compiler": None}, "unknown compiler None"),
     "runtime": ({"runtime": "tpu"}, "unknown runtime 'tpu'"),
     "no runtime": ({"runtime": None}, "unknown runtime None"),
+    "an order of the real": ({"runtime": "threads:lazy"}, "unknown runtime 'threads:lazy'"),
+    "no order": ({"runtime": "fake:"}, "unknown runtime 'fake:'"),
+    "an unknown order": ({"runtime": "fake:slow"}, "unknown runtime 'fake:slow'"),
+    "a word for a partition": ({"partition": "kernel"}, "partition got 'kernel'"),
+    "kernels among rules": ({"partition": ["kernels", df.SplitModule("*")]}, "partition got 'kernels'"),
+    "a number among rules": ({"partition": [3]}, "partition got 3"),
+    "no partition": ({"partition": None}, "partition got None"),
+    "strict a little": ({"strict": "no"}, "strict='no' is neither"),
     "batch": ({"batch": -1}, "batch=-1 names no dim"),
     "part_context": ({"part_context": 3}, "part_context must be a function"),
     "align": ({"align": 5}, "align must be a function"),
@@ -55,6 +63,19 @@ def test_rejects(case):
 def test_accepts(options):
     settings = read_settings(**options)
     assert all(getattr(settings, name) == value for name, value in options.items())
+
+
+def test_accepts_partitions():
+    rule = df.SplitModule("*")
+    for given in ("auto", "kernels", rule, [rule, "auto"], (rule,)):
+        assert read_settings(partition=given).partition in (given, tuple(given) if isinstance(given, list) else given)
+    assert read_settings(partition=(r for r in [rule])).partition == (rule,), "for every graph, not for the first alone"
+
+
+@pytest.mark.parametrize("model", [3, None, "model", [torch.sin]])
+def test_rejects_what_cannot_be_called(model):
+    with pytest.raises(OptionError, match="cannot be called"):
+        df.compile(model)
 
 
 def test_a_strategy_by_its_place():

@@ -33,8 +33,11 @@ class Backwards(df.Strategy):
 
 
 class ByTag(df.Strategy):
+    def __init__(self, default=None):
+        self.default = default
+
     def schedule(self, flow):
-        if flow.context.tags.get("phase") == "decode":
+        if flow.context.tags.get("phase", self.default) == "decode":
             return flow.sequential("decoding")
         return df.TwoBatch().schedule(flow)
 
@@ -216,6 +219,43 @@ def test_groups_have_their_own_lanes():
 def test_rejects_another_order_on_ranks_that_share_no_group():
     for (reason,) in run(one_of_four_differs, 4):  # rank 0 sends nothing to rank 3
         assert "on rank 3" in reason
+
+
+class Replicas(nn.Module):
+    """Two replicas of two ranks, each with its own rows; what is added up over the rows is added up over the replicas, too."""
+
+    def __init__(self, full):
+        super().__init__()
+        rank = dist.get_rank()
+        groups = {members: dist.new_group(members) for members in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        self.model, self.data = (group for members, group in groups.items() if rank in members)
+        self.norm, self.up = full.norm, nn.Parameter(full.up.weight.chunk(2, 0)[rank % 2].clone())
+        self.down = nn.Parameter(full.down.weight.chunk(2, 1)[rank % 2].clone())
+
+    def forward(self, x):
+        y = F.linear(F.gelu(F.linear(self.norm(x), self.up)), self.down)
+        dist.all_reduce(y, group=self.model)
+        total = (x + y).sum(0)
+        dist.all_reduce(total, group=self.data)
+        return x + y, total
+
+
+def replicas_at_other_sizes():
+    ranks.TIME_LIMIT = timedelta(seconds=5)
+    torch.manual_seed(0)
+    whole = models.Mlp()
+    fast = df.compile(Replicas(whole), strategy=df.TwoBatch())
+    for sizes in ((6, 6), (6, 8), (9, 1), (1, 9)):  # a single row is planned anew
+        y, total = fast(batch(sizes[dist.get_rank() // 2]))
+        torch.testing.assert_close(y, whole(batch(sizes[dist.get_rank() // 2])))
+        torch.testing.assert_close(total, sum(whole(batch(size)).sum(0) for size in sizes))
+    return df.stats(fast).num_part_launches, dict(df.stats(fast).fallbacks)
+
+
+def test_accepts_replicas_at_other_sizes():
+    """The other replica is met over the whole batch alone: what it plans, and when, is its own affair."""
+    for num_part_launches, fallbacks in run(replicas_at_other_sizes, 4):
+        assert num_part_launches > 0 and fallbacks == {"batch smaller than 2": 1}
 
 
 # -- lanes
@@ -408,3 +448,27 @@ def not_in_step(how):
 def test_ranks_that_would_not_measure_together_do_not_measure(how, num_fallbacks):
     """The size that was out of step keeps its plan; the next one is measured, and loses."""
     assert run(not_in_step, 2, how) == [num_fallbacks] * 2
+
+
+def one_would_measure(strategy, strict):
+    """Per rank: why it runs sequentially."""
+    net, whole = nets()
+    fast = df.compile(net, strategy=strategy, never_slower=dist.get_rank() == 0, strict=strict)
+    if strict:
+        with pytest.raises(RankMismatch, match="use one never_slower on all ranks"):
+            fast(batch())
+        return []
+    for size in (6, 8):
+        torch.testing.assert_close(fast(batch(size)), whole(batch(size)))
+    return list(df.stats(fast).fallbacks)
+
+
+@pytest.mark.parametrize("strategy, would", [(df.TwoBatch(), 1), (df.CommOverlap(2, 1), 2)], ids=["plan", "rivals"])
+def test_rejects_a_rank_that_does_not_measure(strategy, would):
+    for (reason,) in run(one_would_measure, 2, strategy, False):
+        assert f"that would be measured: {would} on rank 0, none on rank 1" in reason
+    run(one_would_measure, 2, strategy, True)
+
+
+def test_accepts_a_rank_that_does_not_measure_where_there_is_nothing_to_measure():
+    assert run(one_would_measure, 2, ByTag("decode"), False) == [["decoding"]] * 2

@@ -14,6 +14,7 @@ from tests.systems import vllm_load
 
 HERE = Path(__file__).parent
 ON = {"min_tokens": 16}
+TOGETHER = "no cut leaves readers of the prefix cache with their writers."
 
 
 def serve(folder, model, arrivals, dynaflow=None, env=None, mistake=None, like_cuda=False, **engine):
@@ -98,6 +99,19 @@ def test_experts(folder):
         assert "(0 only over the whole batch)" in log
 
 
+def test_a_window_that_slides(folder):
+    """Blocks that a window has left behind are other requests' by now, and their numbers are still in the table."""
+    vllm_load.make_model(folder / "gemma3", "gemma3", layers=4)
+    load, few, on = vllm_load.mixed(), {"num_gpu_blocks_override": 64}, {**ON, "strategy": "nano_batch"}
+    wanted, _ = serve(folder, folder / "gemma3", load, **few)
+    results, _ = serve(folder, folder / "gemma3", load, on, **few)
+    assert_same(results, wanted)
+    assert_split(results["stats"][0], 30)
+    assert set(results["stats"][0]["fallbacks"]) == {"fewer than 16 tokens"}
+    held_back, _ = serve(folder, folder / "gemma3", load, on, mistake="window", **few)  # the twin: no step needed to be
+    assert held_back["stats"][0]["fallbacks"][TOGETHER] > 0
+
+
 def test_two_ranks(folder, model):
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     wanted, _ = serve(folder, model, vllm_load.mixed(), **two)
@@ -145,9 +159,6 @@ def test_one_long_request_is_cut_inside(folder, model):
     assert results["stats"][0]["cut_requests"] == 3 * results["stats"][0]["split_steps"] > 0
 
 
-TOGETHER = "no cut leaves readers of the prefix cache with their writers."
-
-
 @pytest.mark.parametrize("length_behind, num_split, num_together", [(0, 2, 1), (11, 3, 0)])
 def test_a_reader_of_the_prefix_cache_stays_with_its_writer(folder, model, length_behind, num_split, num_together):
     load = vllm_load.reader_before_writer(length_behind)
@@ -170,6 +181,30 @@ def test_an_environment_variable_is_enough(folder, model, plain):
     (stats,) = results["stats"]
     assert stats["split_steps"] > 0 and any("a prompt is computed" in reason for reason in stats["fallbacks"])
     assert "steps of 4 tokens or more run under DecodeOnly" in log
+
+
+def test_a_process_that_did_not_ask_loads_none_of_it():
+    """vLLM's server, for one: `vllm.general_plugins` are called there, too."""
+    code = """if True:
+        import sys
+        from vllm import LLM
+        from vllm.plugins import load_general_plugins
+        load_general_plugins()
+        print("LOADED", *sys.modules)"""
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    (loaded,) = [line.split() for line in ran.stdout.splitlines() if line.startswith("LOADED")]
+    assert "dynaflow.integrations.vllm" in loaded, "vLLM does not find the plugin"
+    ours = {"vllm_steps", "vllm_branches"} & {name.rpartition(".")[2] for name in loaded}
+    theirs = {"vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.compilation.piecewise_backend"} & set(loaded)
+    assert not ours and not theirs
+
+
+def test_counters_of_vllms_own_processes(folder, model):
+    """As vLLM comes: an engine, and workers, in processes of their own, which send each other plain data alone."""
+    results, _ = serve(folder, model, vllm_load.mixed(6), ON, env={"AS_IT_COMES": "1"})
+    (stats,) = results["stats"]
+    assert stats["split_steps"] > 0 and stats["steps"] == stats["split_steps"] + sum(stats["fallbacks"].values())
 
 
 def test_small_steps_are_left_alone(folder, model, plain):

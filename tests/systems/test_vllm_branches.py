@@ -16,13 +16,14 @@ pytest.importorskip("vllm")
 from vllm.compilation.backends import VllmBackend
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.v1.worker.worker_base import WorkerBase
 
 import dynaflow as df
 from dynaflow.integrations import vllm as integration
 from dynaflow.integrations import vllm_branches
 from dynaflow.integrations.pieces import Pieces
 from dynaflow.integrations.serving import Engine
-from dynaflow.integrations.vllm import PIECES
+from dynaflow.integrations.vllm_branches import PIECES
 from tests.systems import vllm_load
 from tests.systems.test_vllm import serve
 
@@ -89,7 +90,7 @@ def pieces(tmp_path, monkeypatch):
     monkeypatch.setitem(vllm_branches.ACCUMULATING, "torch.ops.dynaflow_test.lora_expand.default",
                         vllm_branches.ACCUMULATING["torch.ops.vllm.lora_expand.default"])  # fmt: skip
     monkeypatch.setattr(vllm_branches, "accumulating", lambda config: vllm_branches.ACCUMULATING)
-    integration.register()
+    vllm_branches.take_pieces()
     fresh = Pieces(Engine("vLLM", logging.getLogger("vllm")), PIECES.name, PIECES.why_none)
     for name, value in vars(fresh).items():
         monkeypatch.setattr(PIECES, name, value)
@@ -189,24 +190,42 @@ def test_nothing_is_touched_unless_asked_for(pieces, dynaflow):
     assert not pieces.regions
 
 
-def runner_of(dynaflow):
-    return SimpleNamespace(vllm_config=SimpleNamespace(additional_config=dynaflow and {"dynaflow": dynaflow}))
+class Worker(WorkerBase):
+    """As much of vLLM's as a plugin sees of it: `initialize_from_config`, then `capture_model` of the runner that it has by then."""
+
+    def __init__(self, dynaflow, capture, monkeypatch):
+        compilation = SimpleNamespace(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.PIECEWISE,
+                                      use_inductor_graph_partition=False)  # fmt: skip
+        config = SimpleNamespace(additional_config=dynaflow and {"dynaflow": dynaflow}, compilation_config=compilation,
+                                 parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, use_ubatching=False))  # fmt: skip
+        monkeypatch.setattr(WorkerBase, "__init__", lambda self, vllm_config: setattr(self, "vllm_config", vllm_config))
+        integration.register()
+        self.model_runner = type("Runner", (), {"capture_model": lambda runner: capture(), "vllm_config": config})()
+        super().__init__(vllm_config=config)
+
+    def initialize_from_config(self, kv_cache_config):
+        self.initialized = kv_cache_config
 
 
 @pytest.mark.parametrize("dynaflow", [None, "branches"])
-def test_pieces_are_open_while_vllm_captures(pieces, dynaflow):
+def test_pieces_are_open_while_vllm_captures(pieces, dynaflow, monkeypatch):
     seen = []
     pieces.regions.append(SimpleNamespace(cases={}))
-    integration._capture(lambda runner: seen.append(pieces.is_open), runner_of(dynaflow))
+    worker = Worker(dynaflow, lambda: seen.append(pieces.is_open), monkeypatch)
+    worker.initialize_from_config("a cache")
+    worker.model_runner.capture_model()
     assert seen == [dynaflow is not None] and not pieces.is_open and pieces.engine.stats.regions == (dynaflow is not None)
+    assert worker.initialized == "a cache" and hasattr(worker, "dynaflow_stats") == (dynaflow is not None)
 
 
-def test_pieces_are_closed_after_a_capture_that_fails(pieces):
-    def capture(runner):
+def test_pieces_are_closed_after_a_capture_that_fails(pieces, monkeypatch):
+    def capture():
         raise RuntimeError("out of memory")
 
+    worker = Worker("branches", capture, monkeypatch)
+    worker.initialize_from_config("a cache")
     with pytest.raises(RuntimeError, match="out of memory"):
-        integration._capture(capture, runner_of("branches"))
+        worker.model_runner.capture_model()
     assert not pieces.is_open
 
 

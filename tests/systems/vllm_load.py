@@ -8,8 +8,9 @@ import os
 import random
 import sys
 
-os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1",
-                  VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
+os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="INFO")
+if not os.environ.get("AS_IT_COMES"):  # in several processes, which send each other plain data alone
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
 
 
 def make_model(path, kind="qwen3", layers=2, dtype="float32", **more):
@@ -24,10 +25,13 @@ def make_model(path, kind="qwen3", layers=2, dtype="float32", **more):
     }  # fmt: skip
     if kind == "qwen3_moe":
         sizes.update(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True)
+    if kind == "gemma3":  # some layers see the last tokens alone
+        sizes.update(sliding_window=48, layer_types=["sliding_attention", "full_attention"] * (layers // 2), query_pre_attn_scalar=32)
     sizes.update(more)
-    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3"}
+    config = getattr(transformers, f"{names[kind]}TextConfig" if kind == "gemma3" else f"{names[kind]}Config")(**sizes)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{names[kind]}ForCausalLM")(getattr(transformers, f"{names[kind]}Config")(**sizes)).float()
+    model = getattr(transformers, f"{names[kind]}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -64,6 +68,9 @@ def make_mistake(name):
 
     if name == "order":
         vllm._cache_of_layer = lambda call: []
+    elif name == "window":
+        readers = steps.readers_before_writers
+        steps.readers_before_writers = lambda computed, starts, blocks, size, window: readers(computed, starts, blocks, size)
     else:
         assert name == "together"
         steps.readers_before_writers = lambda *_: set()
@@ -98,7 +105,8 @@ def run(options):
     for output in served(llm, options["arrivals"]):
         tokens[output.request_id] = list(output.outputs[0].token_ids)
         cached += output.num_cached_tokens or 0
-    return {"tokens": tokens, "cached_tokens": cached, "stats": llm.collective_rpc(_stats)}
+    stats = llm.collective_rpc("dynaflow_stats" if os.environ.get("AS_IT_COMES") else _stats)
+    return {"tokens": tokens, "cached_tokens": cached, "stats": stats}
 
 
 def _stats(worker):

@@ -17,6 +17,8 @@ PLACED = {
     "kept together, behind": ([20, 49, 11], [40], [(0, 1)], [69]),
     "kept together, before": ([15, 20, 49], [42], [(1, 2)], [15]),
     "two pairs that overlap": ([10, 10, 10, 70], [30], [(0, 1), (1, 2)], [30]),
+    "two cuts at one request": ([99, 1], [97, 99], [], [97, 99]),
+    "two cuts, one place": ([50, 30, 20], [79, 80], [(1, 2)], [49, 50]),
     "readers of one writer": ([10, 10, 10, 10, 10, 50], [30], [(0, 4), (1, 4)], [50]),
 }  # fmt: skip
 
@@ -35,6 +37,7 @@ def test_rejects_a_step_without_a_place():
         place_cuts([35], np.array([0, 20, 69]), [(0, 1)])
     with pytest.raises(FellBack):
         place_cuts([1, 1], np.array([0, 1, 2]))
+    assert place_cuts([1, 1], np.array([0, 1, 3])) == [1, 2], "the twin: two places"
 
 
 # block tables: requests' blocks in order; a block of 4 tokens
@@ -56,3 +59,11 @@ SHARED = {
 def test_readers_of_what_is_being_written(case):
     computed, lengths, blocks, wanted = SHARED[case]
     assert readers_before_writers(np.array(computed), np.cumsum([0, *lengths]), np.array(blocks), 4) == wanted
+
+
+@pytest.mark.parametrize("window, wanted", [(None, {(0, 1)}), (1, set()), (2, set()), (3, {(0, 1)}), (99, {(0, 1)})])
+def test_what_a_window_has_left_behind_is_not_read(window, wanted):
+    """Request 0 is at token 9: its token to come sees tokens 7 to 9 through a window of 3, and block 7, which another one writes by
+    now, held 4 to 7."""
+    found = readers_before_writers(np.array([9, 0]), np.array([0, 1, 5]), np.array([[3, 7, 8], [7, 0, 0]]), 4, window)
+    assert found == wanted

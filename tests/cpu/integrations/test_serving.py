@@ -35,6 +35,7 @@ def test_off_until_asked_for(monkeypatch):
         ({}, df.TwoBatch, 512, False, False),
         ("nano_batch", df.NanoBatch, 512, False, False),
         ({"strategy": "auto", "min_tokens": 16}, df.NanoFlow, 16, True, False),
+        ({"strategy": None}, df.NanoFlow, 512, True, False),
         ("branches", df.Branches, 512, False, True),
         ({"strategy": "dynaflow:NanoFlow"}, df.NanoFlow, 512, False, False),
     ],
@@ -56,6 +57,39 @@ def test_rejects_an_unknown_option():
     with pytest.raises(OptionError, match=r"config\['dynaflow'\] has 'min_token'.\n.*use strategy, min_tokens, compiler, runtime"):
         read_options({"min_token": 16}, WHERE)
     assert read_options({"min_tokens": 16}, WHERE).min_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (False, r"config\['dynaflow'\] is False"),
+        (True, r"config\['dynaflow'\] is True"),
+        (["two_batch"], r"config\['dynaflow'\] is \['two_batch'\]"),
+        ({"min_tokens": "many"}, "min_tokens .* is 'many'"),
+        ({"min_tokens": -1}, "min_tokens .* is -1"),
+        ({"min_tokens": True}, "min_tokens .* is True"),
+        ({"min_tokens": 0.5}, "min_tokens .* is 0.5"),
+        ({"strategy": "two_batches"}, "unknown strategy 'two_batches'"),
+        ({"strategy": "dynaflow:Mixed"}, "strategy Mixed cannot be made of its name alone"),
+        ({"compiler": "gcc"}, "unknown compiler 'gcc'"),
+        ({"runtime": "gpu"}, "unknown runtime 'gpu'"),
+    ],
+)
+def test_rejects_a_value(given, said):
+    """Here, and not once a model is loaded."""
+    with pytest.raises(OptionError, match=said):
+        read_options(given, WHERE)
+
+
+def test_variables_are_text(monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_STRATEGY", "two_batch")
+    monkeypatch.setenv("DYNAFLOW_MIN_TOKENS", "many")
+    with pytest.raises(OptionError, match=r"DYNAFLOW_MIN_TOKENS\) is 'many'"):
+        read_options(None, WHERE)
+    monkeypatch.setenv("DYNAFLOW_MIN_TOKENS", "4")
+    assert read_options(None, WHERE).min_tokens == 4
+    monkeypatch.setenv("DYNAFLOW_STRATEGY", "")
+    assert read_options(None, WHERE) is None, "an empty one asks for nothing"
 
 
 def test_a_refusal_is_said_and_can_be_taken_back(caplog):

@@ -12,7 +12,7 @@ from dynaflow.errors import RankMissing
 from dynaflow.integrations import steps as module
 from dynaflow.integrations.ops import tell_split_rules
 from dynaflow.integrations.step_trials import NUM_STEPS, Trials
-from dynaflow.integrations.steps import tags_of
+from dynaflow.integrations.steps import TOO_FEW, tags_of
 from tests.cpu.integrations.toy_engine import STATE, ToySteps
 
 TURN = "auto: no faster in parts, or its turn as a whole"
@@ -64,6 +64,41 @@ def test_a_step_that_falls_back_runs_whole_and_the_next_is_tried():
         assert "a prompt is computed" in reason and "\n" not in reason and stats.fallbacks[reason] == number
         assert engine.asked[-2:] == ["in_parts", "whole"] and not stats.refusal and not stats.split_steps
     assert engine.serve(*[1] * 11).split_steps == 1, "steps that decode are split"
+
+
+def test_a_step_with_too_few_tokens_for_the_parts_runs_whole_and_the_next_is_tried():
+    class Small(df.Strategy):
+        def schedule(self, flow):
+            flow.split((0.05, 0.95))
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0])
+
+    engine = ToySteps(Small())
+    assert engine.serve(40).split_steps == 1
+    for number in (1, 2):
+        stats = engine.serve(5, 6 + number)
+        assert stats.fallbacks == {TOO_FEW: number} and not stats.refusal and engine.asked[-2:] == ["in_parts", "whole"]
+    assert engine.serve(40).split_steps == 2
+
+
+def test_a_plan_without_parts_is_no_split():
+    class Uncut(df.Strategy):
+        def schedule(self, flow):
+            while ready := flow.get_ready_ops():
+                flow.execute(ready[0])
+
+    for strategy in (Uncut(), df.Sequential()):
+        stats = ToySteps(strategy).serve(5, 6)
+        assert (stats.steps, stats.uncut_steps, stats.split_steps, stats.cut_requests, stats.fallbacks) == (1, 1, 0, 0, {})
+    assert ToySteps().serve(5, 6).uncut_steps == 0
+
+
+def test_of_two_engines_in_a_process_each_has_its_own_reasons():
+    one, other = ToySteps(), ToySteps(Raises("mistake"))
+    other.engine = one.engine
+    assert "KeyError" in other.serve(5, 6).refusal
+    assert one.serve(5, 6).split_steps == 1 and other.serve(5, 6).split_steps == 1
+    assert one.engine.stats.steps == 3
 
 
 def test_what_holds_for_good_is_said_once(caplog):
@@ -178,9 +213,11 @@ def test_a_long_request_is_cut_inside():
     assert engine.serve(3, 21).cut_requests == 1
     assert engine.parts == [(0, 12, slice(0, 2)), (12, 24, slice(1, 2))]
     assert engine.serve(12, 12).cut_requests == 1, "between requests: none more"
+    engine.prefix = [(np.array([4, 0]), np.array([[1] * 9, [1] * 9]), 4, None)]
+    assert engine.serve(12, 20).cut_requests == 1, "in a step that is not split: none"
 
 
-SHARED = [(np.array([4, 0]), np.array([[1, 3], [1, 2]]), 4)]  # request 0 reads block 1, which request 1 writes in this step
+SHARED = [(np.array([4, 0]), np.array([[1, 3], [1, 2]]), 4, None)]  # request 0 reads block 1, which request 1 writes in this step
 
 
 def test_a_reader_of_the_prefix_cache_stays_with_its_writer(monkeypatch):
@@ -193,8 +230,14 @@ def test_a_reader_of_the_prefix_cache_stays_with_its_writer(monkeypatch):
 
 def test_a_writer_that_comes_first_may_be_parted_from_its_reader():
     engine = ToySteps()
-    engine.prefix = [(np.array([0, 4]), np.array([[1, 2], [1, 3]]), 4)]
+    engine.prefix = [(np.array([0, 4]), np.array([[1, 2], [1, 3]]), 4, None)]
     assert engine.serve(8, 4).split_steps == 1
+
+
+def test_what_a_window_has_left_behind_is_in_nobodys_way():
+    engine = ToySteps()
+    engine.prefix = [(*SHARED[0][:3], 1)]
+    assert engine.serve(4, 8).split_steps == 1
 
 
 def test_the_order_of_parts_is_that_of_their_rows():

@@ -265,3 +265,50 @@ threads.side_by_side(leave)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stdout.strip()) == (0, "gone"), done.stderr
+
+
+def test_a_recording_that_outlives_its_module_says_nothing():
+    """The end of a process takes modules apart in any order. Behind a graph break, captures hang on the model's own code: it goes last."""
+    script = """
+import torch, dynaflow as df
+
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x * 2 + 1
+
+fast = df.compile(Broken(), runtime="graph", compiler="eager")
+for _ in range(3):
+    y = fast(torch.randn(2, 4))
+print("called")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120,
+                          env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "called", "")
+
+
+def test_what_gloo_keeps_of_a_message_is_gone_before_python_is():
+    """Whoever waited for a message has gone on while gloo's thread still lets go of it: that takes its time and needs Python."""
+    script = """
+import os, threading, time, torch, torch.distributed as dist, dynaflow
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+began = threading.Event()
+
+class Slow:
+    def __del__(self, main=threading.get_ident()):
+        if threading.get_ident() == main:
+            return  # gloo was faster: once more
+        began.set()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+        print("gone")
+
+while not began.wait(0.01):
+    torch._C._stash_obj_in_tls("dynaflow", Slow())  # a message keeps what its sender's thread has
+    dist.all_reduce(torch.ones(3), async_op=True)
+    torch._C._stash_obj_in_tls("dynaflow", None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout.strip()) == (0, "gone"), done.stderr

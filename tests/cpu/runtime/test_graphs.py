@@ -241,7 +241,7 @@ def test_two_threads(counted):
 
 
 def test_plans_that_were_dropped_are_let_go(recorder, monkeypatch):
-    monkeypatch.setattr("dynaflow.engine.MAX_BOUND", 2)
+    monkeypatch.setattr("dynaflow.bindings.MAX_BOUND", 2)
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
     alive = weakref.WeakSet()
     plain = recorded.PlanBody.__init__

@@ -107,18 +107,46 @@ def test_nano_flow_has_three_lanes_and_two_cuts():
             ("L0.ar 0:3/8", "L0.attn 11:16/16"), ("L0.ar 3:8/8", "L0.mlp 0:3/8")} <= pairs  # fmt: skip
 
 
+def test_nano_flow_knows_what_reads_a_cache():
+    """Products over a cache that has another name than attention. Who writes it is none of them, nor who reads what nobody changes."""
+    text = """
+        input x
+        input keys
+        param w state
+        kv: x keys! -> k
+        q: x w -> q
+        scores: q keys -> s
+        o: s k -> o
+        ar network group:tp: o -> y
+        output y"""
+    decode = {"phase": "decode"}
+    assert labels(make(flow_of(text), NanoFlow(min_tokens=1), **decode), "memory") == [f"scores {k}/4" for k in range(4)]
+    assert not labels(make(flow_of(text), NanoFlow(min_tokens=1)), "memory"), "a prompt: its products are the cache's"
+    assert not labels(make(flow_of(text.replace("keys!", "keys")), NanoFlow(min_tokens=1), **decode), "memory"), "it is no cache"
+    assert labels(make(flow_of(text), NanoFlow(min_tokens=1, memory_ops="q"), **decode), "memory") == [f"q {k}/4" for k in range(4)]
+
+
 def test_nano_flow_gives_lanes_their_sms():
     made = make(dense(1), NanoFlow(min_tokens=1, sms={"network": 16, "memory": 32}), phase="decode")
     assert {s.name: s.sms for s in made.streams} == {"compute": None, "memory": 32, "network": 16}
 
 
-def test_nano_flow_hides_attention_too():
-    """Attention leaves half the device to products: beside them it is free."""
+def test_nano_flow_with_a_lead_runs_one_parts_products_beside_the_others_attention():
+    made = make(dense(2), NanoFlow(min_tokens=1, memory=(0.5, 0.5), lead=2), phase="decode")
+    ahead = {("L0.mlp 0/2", "L0.attn 1/2"), ("L0.mlp 1/2", "L1.attn 0/2"), ("L1.mlp 0/2", "L1.attn 1/2")}
+    assert ahead <= beside(made)
+    assert labels(made, "compute")[:4] == ["L0.qkv 0/2", "L0.o 0/2", "L0.qkv 1/2", "L0.mlp 0/2"], "warm-up: the first part alone"
+    assert not ahead <= beside(make(dense(2), NanoFlow(min_tokens=1, memory=(0.5, 0.5)), phase="decode")), "that is the other order"
+
+
+@pytest.mark.parametrize(("lead", "least", "most"), [(None, 0.4, 0.7), (1, 0.4, 0.7), (2, 0.9, 1.0)])
+def test_nano_flow_hides_attention_too(lead, least, most):
+    """Attention leaves half the device to products: beside them it is free. With parts in step, the products wait for it."""
     flow = dense(8)
     took = {"qkv": 10.0, "attn": 20.0, "o": 5.0, "ar": 8.0, "mlp": 30.0, "ar2": 8.0}
     costs = {op.name: Cost(took[op.name.split(".")[1]], 0.0 if op.kind == "network" else 0.5) for op in flow.ops}
-    made = us(flow, NanoFlow(min_tokens=1), costs, phase="decode")
-    assert made.total_us < 0.9 * us(flow, TwoBatch(), costs).total_us and made.hidden_share("memory") > 0.5
+    made = us(flow, NanoFlow(min_tokens=1, lead=lead), costs, phase="decode")
+    assert made.total_us < 0.9 * us(flow, TwoBatch(), costs).total_us and least < made.hidden_share("memory") < most
 
 
 # -- CommOverlap

@@ -15,7 +15,13 @@ def test_split_label():
     assert split_label("layers.0.attn 1/2") == ("layers.0.attn", "1/2")
     assert split_label("attn 3:8/17") == ("attn", "3:8/17")
     assert split_label("attn") == ("attn", "")
-    assert split_label("f[a 0/2, b 1/2]") == ("f[a 0/2, b 1/2]", "")
+
+
+def test_split_label_of_a_function():
+    assert split_label("pkg.fn[a 1/2, b 1/2]") == ("fn", "1/2")
+    assert split_label("pkg.fn(own=None, ctas=8)[a 3:8/17, b 3:8/17]") == ("fn", "3:8/17")
+    assert split_label("pkg.fn.2[layers.0.a 1/2]") == split_label("pkg.fn(ctas=8).12[a.1 1/2, b.1 1/2]") == ("fn", "1/2")
+    assert split_label("f[a 0/2, b 1/2]") == split_label("f[a, b]") == ("f", "")
 
 
 def test_split_label_of_fused_ops():
@@ -39,3 +45,14 @@ def test_picture_is_a_png(timelines, tmp_path):
 def test_to_picture(tmp_path):
     TWO.to_picture(tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
+
+
+def test_times_that_are_nobody_s_have_no_numbers(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **options: drawn.append((figure, options)))
+    picture([SEQUENTIAL], tmp_path / "t.png", time_label="made up", source="a plan")
+    picture([SEQUENTIAL], tmp_path / "t.png")
+    (made_up, options), (measured, plain) = drawn
+    assert [list(figure.axes[0].get_xticks()) == [] for figure in (made_up, measured)] == [True, False]
+    assert [figure.axes[0].get_title("right") for figure in (made_up, measured)] == ["", "6.0 ms"]
+    assert options["metadata"] == {"Description": "a plan"} and plain["metadata"] is None

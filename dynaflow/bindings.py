@@ -1,0 +1,227 @@
+"""Sizes and tags -> what runs for them: a plan bound to these sizes, or the reason why the sequential graph does.
+
+1. What was seen before is looked up. Tags that no plan looked at do not tell contexts apart.
+2. Anything new: a plan whose looks hold is bound to the sizes, and its memory verified; else the strategy runs first.
+3. Where plans are measured, the fastest of the strategy's options and the sequential plan is kept.
+
+Beside them the same plan in other forms: cut elsewhere (`moved`), on one stream (`serialised`), and the sequential plan op by op or in
+as few launches as it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, Mapping, Sequence
+
+from dynaflow import errors
+from dynaflow.boundary import Boundary
+from dynaflow.contest import LATER, Outcome, is_measuring
+from dynaflow.context import ALL
+from dynaflow.ir import Plan
+from dynaflow.planned import Fallback, Planned, finish_plan, our_bug
+from dynaflow.planner import sequential_plan
+from dynaflow.planning import Planning
+from dynaflow.recorded import Padding
+from dynaflow.runtime.binder import Binder
+from dynaflow.runtime.graphs import Recordings
+from dynaflow.runtime.program import Bound
+from dynaflow.sources import Unplannable
+from dynaflow.strategies import Sequential
+from dynaflow.verify import verify_memory
+
+log = logging.getLogger("dynaflow")
+
+# bound plans that are kept per graph; the oldest goes first
+MAX_BOUND = 1024
+
+Sizes = tuple[Any, ...]
+# the plans for a call's sizes, and the sequential one -> which of them is the fastest; None: unmeasured, the first is kept
+Measure = Callable[[Sequence[Bound], Bound | None], Outcome | None]
+
+
+class Bindings:
+    """`recordings` and `padding`: where plans are recorded. `fixed_batch`: the batch size, where Dynamo made it a constant."""
+
+    def __init__(
+        self, planning: Planning, boundary: Boundary, fixed_batch: int | None, recordings: Recordings | None, padding: Padding | None
+    ):
+        self.planning, self._boundary, self._fixed_batch = planning, boundary, fixed_batch
+        self.flow, self.settings, self._device = planning.flow, planning.settings, planning.device
+        self._recordings, self._padding = recordings, padding
+        self._batch_at = [i for i, s in enumerate(self.flow.symbols) if s in self.flow.batch]
+        self._bound: dict[Any, Bound | Fallback] = {}
+        # contexts whose plans are still to be measured
+        self._unmeasured: set[Any] = set()
+        # tags that a plan looked at
+        self._tags_read: tuple[str, ...] = ()
+        # sizes whose plan is replayed, whatever the tags are
+        self.steady: dict[Sizes, Bound] = {}
+        # id of a plan -> the plan, and the binder of its serialised twin
+        self._serial: dict[int, tuple[Plan, Binder]] = {}
+        self._sequential_binder: Binder | None = None
+
+    # -- 1. what is known
+
+    def known(self, sizes: Sizes, tags: Mapping[str, Any]) -> Bound | Fallback | None:
+        """What runs for sizes and tags that were seen before; None where that is to be measured first."""
+        key = self._key(sizes, tags)
+        return None if self._unmeasured and key in self._unmeasured and is_measuring(self._device) else self._bound.get(key)
+
+    def keep_steady(self, sizes: Sizes, bound: Bound) -> None:
+        """Calls of these sizes replay it from now on, without a look at anything but their arguments; where tags do not matter."""
+        if not self._tags_read and sizes not in self._unmeasured:
+            self.steady[sizes] = bound
+
+    def clear(self) -> None:
+        """As if nothing had been planned."""
+        self.planning.plans.clear()
+        self._bound.clear()
+        self._serial.clear()
+
+    def _key(self, sizes: Sizes, tags: Mapping[str, Any]) -> Any:
+        if not self._tags_read:
+            return sizes
+        if ALL in self._tags_read:
+            return (sizes, *sorted(tags.items()))
+        return (sizes, *[tags.get(name) for name in self._tags_read])
+
+    def _keep(self, key: Any, bound: Bound | Fallback) -> None:
+        if len(self._bound) >= MAX_BOUND:
+            oldest = next(iter(self._bound))
+            self._forget(self._bound.pop(oldest))
+            self.steady.pop(oldest, None)
+            self._unmeasured.discard(oldest)
+        if key in self._bound:
+            self._forget(self._bound[key])  # it was measured since, and is not the fastest
+        self._bound[key] = bound
+
+    def _forget(self, bound: Bound | Fallback) -> None:
+        if self._recordings is not None and isinstance(bound, Bound):
+            self._recordings.forget(bound)
+
+    # -- 2. what is new
+
+    def prepare(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any], measure: Measure) -> Bound | Fallback:
+        """What runs for sizes and tags that are seen for the first time."""
+        with self.settings.lock:
+            bound = self.known(sizes, tags)
+            if bound is None:
+                try:
+                    bound = self._bind(sizes, tags, args, measure)
+                except errors.DynaFlowError as error:
+                    # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one
+                    if self.settings.strict or isinstance(error, errors.RankMissing):
+                        raise
+                    is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
+                    bound = Fallback(str(error), error, bound=self.as_one(sizes) if is_plannable else None)
+                except Exception as error:
+                    if self.settings.strict:
+                        raise
+                    bound = our_bug(self.settings.name, "planned", error)
+                self._keep(self._key(sizes, tags), bound)
+            return bound
+
+    def _bind(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any], measure: Measure) -> Bound | Fallback:
+        planned = self._plan(sizes, tags, args)
+        bounds = self._bounds(planned, self._boundary.numbers(sizes))
+        if not bounds:
+            why = planned.why(bool(self._batch_at) or self._fixed_batch is not None)
+            return Fallback(why, None, isinstance(self.settings.strategy, Sequential), bound=self.as_one(sizes))
+        bound, key = bounds[0], self._key(sizes, tags)
+        self._unmeasured.discard(key)
+        # what is padded runs under the plan of the size that it is padded to
+        is_padded = self._padding is not None and self._padding.sizes(sizes) != sizes
+        outcome = measure(bounds, self.as_one(sizes)) if self.settings.never_slower and not is_padded else None
+        if outcome is LATER:
+            self._unmeasured.add(key)
+        elif outcome is not None:
+            log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
+            if outcome.winner is None:
+                return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self.as_one(sizes))
+            bound = bounds[outcome.winner]
+        self.settings.count(binds=1)
+        self.settings.note_peak(bound.peak_bytes)
+        return bound
+
+    def _plan(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any]) -> Planned:
+        batch_sizes = {sizes[i] for i in self._batch_at}
+        if len(batch_sizes) > 1:
+            raise errors.AmbiguousBatch(
+                f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
+                fix="pass batch={argument: dim} to df.compile")  # fmt: skip
+        numbers = self._boundary.numbers(sizes)
+        if batch_sizes == {1} and any(copied.is_view(numbers) for copied in self.planning.built.loose_copies):
+            raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
+        facts = self._boundary.facts(args, next(iter(batch_sizes), self._fixed_batch or 1), self._device, tags)
+        if (planned := self.planning.known(facts)) is not None:
+            return planned
+        planned = self.planning.plan_with_all_ranks(facts, numbers)
+        looks = [look for p in (planned, *planned.rivals) for look in p.looks]
+        read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
+        self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
+        if read:
+            self.steady.clear()
+        return planned
+
+    def _bounds(self, planned: Planned, numbers: Mapping[str, Any]) -> list[Bound]:
+        """The plan for these sizes, then its rivals, as far as they can be had."""
+        found: list[Bound] = []
+        for each in (planned, *planned.rivals):
+            if each.binder is None:
+                continue
+            try:
+                bound = each.binder.bind(numbers)
+                verify_memory(self.flow, bound.plan, bound.memory)
+            except errors.DynaFlowError as error:
+                if each is planned:
+                    raise
+                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
+            else:
+                found.append(bound)
+        return found
+
+    # -- the same in other forms
+
+    def moved(self, bound: Bound) -> Bound:
+        """The same plan, cut where this call may be cut."""
+        align = self.settings.align
+        if align is None or not (cuts := bound.cuts):
+            return bound
+        moved = tuple(align(cuts))
+        if len(moved) != len(cuts) or any(a > b for a, b in zip((0, *moved), (*moved, bound.batch_size))):
+            raise errors.OptionError(
+                f"align moved the cuts at rows {list(cuts)} to {list(moved)}.", why=f"the batch has {bound.batch_size} rows",
+                fix="return as many rows, in order")  # fmt: skip
+        if moved == cuts:
+            return bound
+        with self.settings.lock:
+            there = self._bound.get((bound, moved))
+            if there is None:
+                binder = next(p.binder for p in self.planning.plans if p.binder is not None and p.plan is bound.plan)
+                there = binder.bind(bound.sizes, bound.memory, moved)
+                self._keep((bound, moved), there)
+                self.settings.count(binds=1)
+            assert isinstance(there, Bound)
+            return there
+
+    def serialised(self, bound: Bound, sizes: Sizes) -> Bound:
+        with self.settings.lock:
+            plan, binder = self._serial.get(id(bound.plan), (None, None))
+            if plan is not bound.plan or binder is None:
+                binder = Binder(bound.plan.serialised(), bound.program)
+                self._serial[id(bound.plan)] = (bound.plan, binder)
+            return binder.bind(self._boundary.numbers(sizes), cuts=bound.cuts)
+
+    def op_by_op(self, sizes: Sizes) -> Bound:
+        """The sequential plan op by op, for `df.profile()`: the graph as a whole has no launches to show."""
+        plan = finish_plan(self.flow, sequential_plan(self.flow, "profiled"))
+        return Binder(plan, self.planning.built.program).bind(self._boundary.numbers(sizes))
+
+    def as_one(self, sizes: Sizes) -> Bound | None:
+        """The sequential plan in as few launches as it takes, where that is better than the graph as it was captured."""
+        if self.planning.compiler is None and self._recordings is None:
+            return None
+        numbers = self._boundary.numbers(sizes)
+        if self._sequential_binder is None:
+            self._sequential_binder = self.planning.finish(sequential_plan(self.flow, "sequential"), {}, numbers)
+        return self._sequential_binder.bind(numbers)
