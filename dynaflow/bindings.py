@@ -125,7 +125,8 @@ class Bindings:
         planned = self._plan(sizes, tags, args)
         bounds = self._bounds(planned, self._boundary.numbers(sizes))
         if not bounds:
-            return Fallback(planned.plan.reason, None, isinstance(self.settings.strategy, Sequential), bound=self.as_one(sizes))
+            why = planned.why(bool(self._batch_at) or self._fixed_batch is not None)
+            return Fallback(why, None, isinstance(self.settings.strategy, Sequential), bound=self.as_one(sizes))
         bound, key = bounds[0], self._key(sizes, tags)
         self._unmeasured.discard(key)
         # what is padded runs under the plan of the size that it is padded to

@@ -15,6 +15,12 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._dynamo import eval_frame
+from torch._dynamo.convert_frame import compile_lock
+
+# Captures of one function, where nobody said how many Dynamo may make of it: adapters, caches, kinds of steps have one each, and Dynamo's
+# own limit is used up by three adapters of a model that generates.
+MAX_CAPTURES = 32
+_DYNAMOS_LIMIT = 8
 
 _is_fx_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 _is_jit_tracing = torch._C._is_tracing
@@ -27,6 +33,8 @@ class Entry:
     def __init__(self, function: types.FunctionType, backend: Callable[..., Any]):
         self.function = function
         context: Any = torch._dynamo.optimize(backend=backend)
+        if getattr(context, "callback", None) is not None:
+            context.callback = _Capturing(context.callback)
         # torch.compile's own wrapper
         self.wrapper: Callable[..., Any] = context(function)
         # None where Dynamo is switched off
@@ -54,6 +62,25 @@ class Entry:
 
     def forget(self) -> None:
         torch._dynamo.reset_code(self.function.__code__)
+
+
+class _Capturing:
+    """Dynamo's callback, which captures, under a limit of ours."""
+
+    def __init__(self, callback: Any):
+        self._callback = callback
+        # where Dynamo looks for the backend: as deep as it was
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        with compile_lock:  # settings are the process's
+            limit = config.recompile_limit
+            config.recompile_limit = MAX_CAPTURES if limit == _DYNAMOS_LIMIT else limit
+            try:
+                return self._callback(*args, **kwargs)
+            finally:
+                config.recompile_limit = limit
 
 
 def entry_of(model: Any, is_forward: bool) -> types.FunctionType:

@@ -11,6 +11,7 @@ from dynaflow.context import Look
 from dynaflow.fuse import fuse
 from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import place
+from dynaflow.planner import CONSTANT_BATCH
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
 from dynaflow.sources import Unplannable
@@ -18,6 +19,9 @@ from dynaflow.sync import synchronise
 from dynaflow.verify import verify
 
 log = logging.getLogger("dynaflow")
+
+# of a piece of a model that Dynamo cut into several: a loss behind a graph break, tables of positions, what belongs to weights alone
+NO_BATCH = "no input of this graph carries the batch"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Planned:
     binder: Binder | None
     # what the strategy's other options come to, where they are to be measured
     rivals: tuple[Planned, ...] = ()
+
+    def why(self, has_batch: bool) -> str:
+        """Why the strategy gave up. A graph without a batch looks to it like one of a single row."""
+        is_about_batch = self.plan.reason == CONSTANT_BATCH or any(look.name == "batch_size" for look in self.looks)
+        return NO_BATCH if is_about_batch and not has_batch else self.plan.reason
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
         return all(look.holds(facts) for look in self.looks) and all(rival.holds(facts) for rival in self.rivals)

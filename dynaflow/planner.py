@@ -27,6 +27,8 @@ from dynaflow.costs import Cost, Costs, check_costs, heights_us
 from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, covers, equal_parts, evaluate, tiles
 from dynaflow.text import NAME
 
+# why a plan that splits the batch is none
+CONSTANT_BATCH = "there is no batch to split: its size is a constant of the graph"
 # A strategy that looks this often without executing anything will not get anywhere.
 MAX_IDLE_LOOKS = 10_000
 
@@ -367,7 +369,7 @@ class Planner:
         if self._reason is not None:
             return sequential_plan(self.flow, self._reason, self._looks())
         if len(self._default_parts) > 1 and not self.flow.batch:
-            return sequential_plan(self.flow, "there is no batch to split: its size is a constant of the graph", self._looks())
+            return sequential_plan(self.flow, CONSTANT_BATCH, self._looks())
         if not self._handles and self.flow.ops:
             self._make_items()
         left = [h for h in self._handles if not self._done[h._item]]

@@ -170,41 +170,6 @@ def test_a_batch_that_is_a_constant_is_a_fallback():
     assert "no batch to split" in reason
 
 
-class PerRow(nn.Module):
-    """A table of a row's own: a list of Python's makes the batch size a constant. Nothing ties the mask's to it."""
-
-    def forward(self, x, mask=None, names=None):
-        if names is not None and len(names) != len(x):
-            raise ValueError("a name per row")
-        kept = 1 if mask is None else mask.float()[torch.arange(x.shape[0]), 0][:, None]
-        return torch.relu(x) * kept
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_a_batch_that_is_a_constant_where_it_counts_is_a_fallback(is_masked):
-    """Also where another argument's rows are free: to split a mask, and nothing else, is not to split the call."""
-    fast, x = df.compile(PerRow(), strategy=df.TwoBatch()), torch.randn(4, 3)
-    more = {"mask": torch.ones(4, 2, dtype=torch.bool)} if is_masked else {}
-    assert_same(fast(x, **more, names=["a", "b", "a", "b"]), torch.relu(x))
-    (reason,) = df.stats(fast).fallbacks
-    assert "no batch to split" in reason and df.stats(fast).split_calls == 0
-    assert_same(fast(x, **more), torch.relu(x))
-    assert df.stats(fast).split_calls == 1
-
-
-def test_an_argument_that_has_the_batchs_size_by_chance_does_not_keep_it_from_being_split():
-    """A table of four rows beside a batch of four: the first argument says what the batch is."""
-    def looked_up(x, table):
-        first, second, third, fourth = table
-        return x * first + second * third - fourth
-
-    fast = df.compile(looked_up, strategy=df.TwoBatch(), strict=True)
-    for n in (4, 6):
-        x, table = torch.randn(n, 3), torch.randn(4, 3)
-        assert_same(fast(x, table), looked_up(x, table))
-    assert df.stats(fast).split_calls == 2
-
-
 def test_one_plan_for_all_sizes_that_look_the_same():
     runs = []
 

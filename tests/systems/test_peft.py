@@ -69,6 +69,18 @@ def test_generate():
     assert df.stats(fast).split_calls == df.stats(fast).calls == 10
 
 
+def test_many_adapters_of_a_model_that_generates():
+    """Four adapters, with three kinds of steps each: more captures than Dynamo makes of a function by itself."""
+    plain, fast = both(4, strategy=df.TwoBatch(), strict=True)
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    for adapter in ("a0", "a1", "a2", "a3", "a0"):
+        plain.set_adapter(adapter)
+        fast.set_adapter(adapter)
+        assert torch.equal(fast.generate(input_ids=tokens(), **settings), plain.generate(input_ids=tokens(), **settings))
+    stats = df.stats(fast)
+    assert stats.captures > 8 and stats.split_calls == stats.calls == 20
+
+
 def test_an_adapter_that_is_added_later_and_one_that_is_merged():
     from peft import LoraConfig
 
