@@ -18,7 +18,7 @@ from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
-from dynaflow.runtime.turns import turns_of
+from dynaflow.runtime.turns import go_behind, turns_of
 from dynaflow.runtime.workspaces import make_workspace
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
@@ -61,7 +61,7 @@ def _after_last_caller(device: torch.device, caller: torch.cuda.Stream) -> None:
     with _lock:
         last, _callers[device.index or 0] = _callers.get(device.index or 0), caller
     if last is not None and last != caller:
-        caller.wait_stream(last)
+        go_behind(caller, last)
 
 
 class CudaStreams:

@@ -185,6 +185,27 @@ def test_garbage_is_not_collected_while_recording():
     assert gc.isenabled()
 
 
+def test_outputs_are_overwritten_behind_the_stream_that_got_them():
+    """It may go on reading while others call on another stream, and let go of them then. Has not run on a device."""
+    fast, x = df.compile(block(), runtime="graph"), ids(4)
+    wanted = [fast(x) for _ in range(4)][-1].clone()
+    mine, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(mine):
+        got = fast(x)
+    with torch.cuda.stream(other):
+        held = fast(ids(4))
+    with torch.cuda.stream(mine):
+        torch.cuda._sleep(100_000_000)
+        read = got.clone()
+    at = got.data_ptr()
+    del got
+    with torch.cuda.stream(other):
+        again = fast(ids(4))
+    torch.cuda.synchronize()
+    assert again.data_ptr() == at != held.data_ptr() and torch.equal(read, wanted)
+
+
 class Thin(nn.Module):
     """Products that are long and thin: cuBLAS splits them, and adds up the pieces in its workspace."""
 
