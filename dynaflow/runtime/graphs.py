@@ -117,7 +117,6 @@ class CudaRecorder:
         """`feeds`: copies that the first graph begins with."""
         self._pool, self._device, self._has_products, self._keeps_memsets = pool, device, has_products, keeps_memsets
         self._feeds = feeds
-        self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
         self._was_collecting = False
@@ -130,7 +129,6 @@ class CudaRecorder:
         self._was_collecting = gc.isenabled()
         gc.disable()
         self._stream = torch.cuda.current_stream(self._device)
-        self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         stream = capture_stream(self._device)
         handle = self._pool.handle_for(stream)
@@ -173,9 +171,15 @@ class CudaRecorder:
         if self._pool.handle is not None:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
+                # a capture that did not get that far never gives the pool back either
+                torch._C._cuda_releasePool(self._device.index or 0, self._pool.handle)
         self._pool.renew()
-        self._generator.graphsafe_set_state(self._spare)
-        self._leave()
+        try:
+            # The next capture that succeeds, an empty one at that, makes the generator draw again. Another state in its place would not
+            # do: earlier recordings draw from this one.
+            self._pool.handle_for(capture_stream(self._device))
+        finally:
+            self._leave()
 
 
 class Last:

@@ -237,6 +237,33 @@ class Torch:
         self.uses[pool] -= 1
 
 
+@pytest.mark.parametrize("is_void", [True, False])
+def test_what_fails_leaves_the_generator_to_earlier_recordings_and_gives_its_pool_back(monkeypatch, is_void):
+    """`is_void`: the capture cannot even be ended."""
+    torchs, pool = Torch(monkeypatch), graphs.Pool()
+
+    def recorder():
+        return graphs.CudaRecorder(pool, torch.device("cuda", 0), has_products=False)
+
+    earlier = recorder()
+    earlier.begin()
+    draw, old = earlier.end(), pool.handle
+    failing = recorder()
+    failing.begin()
+    torchs.is_void = is_void
+    failing.abort()
+    draw()
+    assert torchs.drawn == 1 and pool.handle != old and not torchs.underway
+    del failing
+    assert torchs.uses[old] == 1, "the earlier recording's"
+    del earlier, draw
+    assert torchs.uses[old] == 0, "torch may free it"
+    later = recorder()
+    later.begin()
+    later.end()()
+    assert torchs.drawn == 2
+
+
 def test_a_pool_is_kept_on_every_device_that_it_is_used_on(monkeypatch):
     """torch counts its users on each."""
     torchs, pool = Torch(monkeypatch), graphs.Pool()
