@@ -220,10 +220,11 @@ class Pool:
             self.handle = torch.cuda.graph_pool_handle()
         if stream.device_index not in self._keepers:
             keeper = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings(), torch.cuda.stream(stream):
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-                keeper.capture_end()
+                # it waits for the device first: to begin a capture writes to where recordings in flight read what they draw from
+                with torch.cuda.graph(keeper, pool=self.handle, stream=stream, capture_error_mode="thread_local"):
+                    pass
             self._keepers[stream.device_index] = keeper
         return self.handle
 

@@ -9,6 +9,20 @@ import torch
 from dynaflow.runtime import cuda, graphs, native, turns
 
 
+class Stream:
+    def __init__(self, machine, device, number):
+        self.machine, self.number, self.name = machine, number, f"{device}.{number}"
+
+    def wait_stream(self, other):
+        self.machine.log.append(f"{self.name} waits for {other.name}")
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
 class Device:
     """Streams that write down who waits for whom. They are numbers; the same number is another stream on another device."""
 
@@ -23,10 +37,7 @@ class Device:
         self._capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))(self._give_status)
 
     def stream(self, device):
-        name = f"{device}.{self.now}"
-        made = SimpleNamespace(name=name, number=self.now)
-        made.wait_stream = lambda other: self.log.append(f"{name} waits for {other.name}")
-        return made
+        return Stream(self, device, self.now)
 
     def _give_current(self, device, found):
         found[0] = self.now
@@ -144,15 +155,39 @@ def test_nobody_waits_for_a_stream_that_is_captured(machine):
     assert call(1)[1][0] == "0.1 waits for 0.2"
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_plans_launch_by_launch_go_behind_the_last_caller(machine, monkeypatch, is_captured):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "_callers", {})
-    for number in (1, 2):
-        machine.now = number
-        cuda._after_last_caller(torch.device("cuda", 0), machine.stream(0))
-        machine.captured.update([number] if is_captured else [])
-    assert machine.log == [] if is_captured else ["0.2 waits for 0.1"]
+class Caller:
+    """Plans launch by launch, with a result in memory of a side stream."""
+
+    def __init__(self, machine, monkeypatch):
+        self.machine, self.told = machine, []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(cuda, "side_streams", lambda device, streams, products: [])
+        monkeypatch.setattr(cuda, "_callers", {})
+
+    def __call__(self, on):
+        """Who waits for whom, and who the allocator is told of."""
+        self.machine.now, before, told = on, len(self.machine.log), []
+        bound = SimpleNamespace(streams=("aux0",), product_streams=())
+        cuda.CudaStreams(torch.device("cuda", 0), bound).keep(SimpleNamespace(record_stream=lambda stream: told.append(stream.name)))
+        return self.machine.log[before:], told
+
+
+def test_results_of_side_streams_are_their_caller_s_to_read(machine, monkeypatch):
+    """What the first caller got was not told of: all others go behind it whenever they call."""
+    call = Caller(machine, monkeypatch)
+    assert call(1) == call(1) == ([], []), "one caller: what it drops comes back behind it"
+    assert call(2) == (["0.2 waits for 0.1"], ["0.2"])
+    assert call(2) == (["0.2 waits for 0.1"], ["0.2"])
+    assert call(3) == (["0.3 waits for 0.1", "0.3 waits for 0.2"], ["0.3"])
+    assert call(1) == (["0.1 waits for 0.3"], ["0.1"])
+    assert call(1) == ([], ["0.1"])
+
+
+def test_a_caller_that_is_captured_is_not_waited_for(machine, monkeypatch):
+    call = Caller(machine, monkeypatch)
+    call(1)
+    machine.captured.add(1)
+    assert call(2) == ([], ["0.2"])
 
 
 # -- captures that fail
@@ -164,7 +199,7 @@ class Torch:
     def __init__(self, monkeypatch):
         self.uses, self.underway, self.drawn = {}, [], 0
         self.generator = SimpleNamespace(is_capturing=False)
-        self.is_void = False
+        self.is_void = self.is_idle = False
         torchs = self
 
         class Graph:
@@ -172,7 +207,8 @@ class Torch:
                 self.pool, self.is_ended, self.generator = None, False, torchs.generator
 
             def capture_begin(self, pool=None, capture_error_mode="global"):
-                self.pool = pool
+                assert torchs.is_idle, "recordings in flight read what this writes"
+                self.pool, torchs.is_idle = pool, False
                 torchs.uses[pool] = torchs.uses.get(pool, 0) + 1
                 torchs.underway.append(pool)
                 self.generator.is_capturing = True
@@ -207,6 +243,7 @@ class Torch:
                 self.graph, self.pool = graph, pool
 
             def __enter__(self):
+                torchs.is_idle = True
                 self.graph.capture_begin(pool=self.pool)
 
             def __exit__(self, *error):
