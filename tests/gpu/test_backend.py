@@ -208,8 +208,8 @@ def test_a_capture_that_fails_leaves_earlier_recordings_their_generator():
 
 def test_outputs_are_overwritten_behind_the_stream_that_got_them():
     """It may go on reading while others call on another stream, and let go of them then. Has not run on a device."""
-    fast, x = df.compile(block(), runtime="graph"), ids(4)
-    wanted = [fast(x) for _ in range(4)][-1].clone()
+    fast, x = df.compile(block(), strategy=df.TwoBatch(), runtime="graph"), ids(4)
+    wanted = [fast(x) for _ in range(6)][-1].clone()
     mine, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(mine):
