@@ -4,13 +4,14 @@ In the steady state that is the plan's generated function (`run`); a profiled ca
 
 Values that cross streams live in the arena and in outputs, both allocated on the caller's stream, before the first launch or where
 streams that touch them wait for it; or where their op put them, until their own stream is ordered behind all readers; the caller's
-stream continues after every side stream. So no tensor is freed while a stream uses it, and nothing calls `record_stream`.
+stream continues after every side stream. So no tensor is freed while a stream uses it, and nothing calls `record_stream`, but for
+results in memory of side streams, where plans are called on several streams.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, Collection
+from typing import Any, Collection, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from dynaflow.ir import Stream
 from dynaflow.runtime.lanes import Run, without_autocast_cache
 from dynaflow.runtime.program import LAUNCH, RECORD, Bound
 from dynaflow.runtime.sm_shares import split_streams
-from dynaflow.runtime.turns import turns_of
+from dynaflow.runtime.turns import go_behind, turns_of
 from dynaflow.runtime.workspaces import make_workspace
 
 _streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
@@ -50,18 +51,31 @@ def side_stream(device: torch.device, stream: Stream) -> torch.cuda.Stream:
         return _streams[key]
 
 
-_callers: dict[int, torch.cuda.Stream] = {}
+class Callers(NamedTuple):
+    """The streams that plans were called on: the first of them, the last, and whether there were several."""
+
+    first: torch.cuda.Stream
+    last: torch.cuda.Stream
+    are_several: bool
 
 
-def _after_last_caller(device: torch.device, caller: torch.cuda.Stream) -> None:
-    """Memory that side streams allocated (results that were kept) goes back to them when it is dropped, behind the caller that used
-    it. The next caller may be on another stream: it goes on behind the last one, and with it all side streams."""
+_callers: dict[int, Callers] = {}
+
+
+def _after_other_callers(device: torch.device, caller: torch.cuda.Stream) -> bool:
+    """Memory that side streams allocated goes back to them when it is dropped, behind the caller that used it. The next caller may be on
+    another stream: it goes on behind the last one, and with it all side streams. True where the allocator has to be told who uses
+    results that are kept: their caller may read them for as long as it likes. It is told of none while there is one caller alone, since it
+    would hold them back for longer: so that one is waited for by all others."""
     if torch.cuda.is_current_stream_capturing():
-        return  # recordings are replayed one after the other
+        return False  # recordings are replayed one after the other
     with _lock:
-        last, _callers[device.index or 0] = _callers.get(device.index or 0), caller
-    if last is not None and last != caller:
-        caller.wait_stream(last)
+        first, last, are_several = _callers.get(device.index or 0, Callers(caller, caller, False))
+        now = _callers[device.index or 0] = Callers(first, caller, are_several or caller != first)
+    for other in dict.fromkeys((first, last)):
+        if other != caller:
+            go_behind(caller, other)
+    return now.are_several
 
 
 class CudaStreams:
@@ -72,13 +86,17 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, bound: Bound):
         caller = torch.cuda.current_stream(device)
-        if bound.streams:
-            _after_last_caller(device, caller)
+        self._are_several = bool(bound.streams) and _after_other_callers(device, caller)
         self.all = (caller, *side_streams(device, bound.streams, bound.product_streams))
         # recordings may have the same workspaces; inside of one, it is the one that takes its turn
         self._turns = turns_of(device) if bound.product_streams and not torch.cuda.is_current_stream_capturing() else None
         if self._turns is not None:
             self._turns.enter()
+
+    def keep(self, result: torch.Tensor) -> None:
+        """A result that lies in memory of a side stream: the caller's will read it."""
+        if self._are_several:
+            result.record_stream(self.all[0])
 
     def leave(self) -> None:
         """All is issued, and the caller's stream is current, behind the others."""
@@ -134,6 +152,9 @@ def issue(bound: Bound, run: Run, device: torch.device) -> None:
             for side in streams[1:]:
                 caller.wait_stream(side)
         mine.leave()
+    if run.error is None:
+        for _, i in bound.outputs:
+            mine.keep(run.tensors[i])
     if profile is not None and origin is not None:
         run.profile = profile
         caller.synchronize()

@@ -131,6 +131,7 @@ class _Writer:
         self._placed = {p[0]: k for k, p in enumerate(bound.placed)}
         self._given = {g[0]: (k, g) for k, g in enumerate(bound.given)}
         self._allocated = {a[0]: k for k, a in enumerate(bound.allocated)}
+        self._returned = {i for _, i in bound.outputs}
         self._output_of = {a[1]: a[0] for a in bound.allocated}
         self._current = 0
         self._live: set[int] = set()
@@ -264,13 +265,15 @@ class _Writer:
             elif out.how == PLACED:
                 self.line(f"if outputs is None: {self.name(out.view)} = results[{n}]")
             else:
-                self.keep(f"results[{n}]", k, j, out)
+                self.keep(f"results[{n}]", k, j, out, is_side=s != 0 and not is_eager)
         self.line("del results")
 
-    def keep(self, result: str, k: int, j: int, out: Out) -> None:
+    def keep(self, result: str, k: int, j: int, out: Out, is_side: bool) -> None:
         name = self._names[out.view] = self._unique(self._label(out.view))
         stride = self.constant(f"stride{k}_{j}", f"calls[{k}].outs[{j}].stride")
         self.line(f"{name} = relaid({result}{'.clone()' if out.reason else ''}, {stride})")
+        if is_side and not self._returned.isdisjoint((out.view, *(i for i, *_ in out.inside))):
+            self.line(f"streams.keep({name})")
         self._live.add(out.view)
         for n, (i, axis, _, _) in enumerate(out.inside):
             rows = self.constant(f"rows{k}_{j}_{n}", f"calls[{k}].outs[{j}].inside[{n}][2:]")
@@ -422,6 +425,9 @@ class NoStreams:
         pass
 
     def join(self) -> None:
+        pass
+
+    def keep(self, result: torch.Tensor) -> None:
         pass
 
     def leave(self) -> None:

@@ -37,7 +37,7 @@ from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
 from dynaflow.runtime.memsets import without_memsets
 from dynaflow.runtime.ready import FED, Look, look_again, stream_of
 from dynaflow.runtime.slots import Slots
-from dynaflow.runtime.turns import raw_stream, turns_of
+from dynaflow.runtime.turns import go_behind, raw_stream, turns_of
 
 log = logging.getLogger("dynaflow")
 
@@ -117,7 +117,6 @@ class CudaRecorder:
         """`feeds`: copies that the first graph begins with."""
         self._pool, self._device, self._has_products, self._keeps_memsets = pool, device, has_products, keeps_memsets
         self._feeds = feeds
-        self._generator = torch.cuda.default_generators[device.index or 0]
         self._context: Any = None
         self._guard: Any = None
         self._was_collecting = False
@@ -130,7 +129,6 @@ class CudaRecorder:
         self._was_collecting = gc.isenabled()
         gc.disable()
         self._stream = torch.cuda.current_stream(self._device)
-        self._spare = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         stream = capture_stream(self._device)
         handle = self._pool.handle_for(stream)
@@ -173,9 +171,36 @@ class CudaRecorder:
         if self._pool.handle is not None:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool.handle)
+                # a capture that did not get that far never gives the pool back either
+                torch._C._cuda_releasePool(self._device.index or 0, self._pool.handle)
         self._pool.renew()
-        self._generator.graphsafe_set_state(self._spare)
-        self._leave()
+        try:
+            # The next capture that succeeds, an empty one at that, makes the generator draw again. Another state in its place would not
+            # do: earlier recordings draw from this one.
+            self._pool.handle_for(capture_stream(self._device))
+        finally:
+            self._leave()
+
+
+class Last:
+    """The stream that replays of one pool were last launched on, on one device."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        # its number, where it can be seen from C; no stream has that of none
+        self.raw = ctypes.c_int64(-1)
+
+    def enter(self, device: torch.device) -> None:
+        """This replay comes after the last one, whatever stream that was on."""
+        if device.type != "cuda":
+            return
+        raw = raw_stream(device.index or 0)
+        if raw == self.raw.value:
+            return
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None:
+            go_behind(stream, self.stream)
+        self.stream, self.raw.value = stream, raw
 
 
 class Pool:
@@ -184,42 +209,37 @@ class Pool:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.handle: Any = None
-        self._keeper: Any = None
-        self._last_stream: Any = None
-        # its number, where it can be seen from C; no stream has that of none
-        self.last_raw = ctypes.c_int64(-1)
+        # by device, as what follows: torch has memory of its own on each, and default streams have the same number on all
+        self._keepers: dict[int, Any] = {}
+        self._last: dict[int, Last] = {}
         self._is_new = True
 
     def handle_for(self, stream: torch.cuda.Stream) -> Any:
         """What torch knows the memory by. An empty recording keeps it: torch refuses a pool whose recordings are all gone."""
         if self.handle is None:
-            self.handle, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            with warnings.catch_warnings(), torch.cuda.stream(stream):
+            self.handle = torch.cuda.graph_pool_handle()
+        if stream.device_index not in self._keepers:
+            keeper = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-                self._keeper.capture_end()
+                # it waits for the device first: to begin a capture writes to where recordings in flight read what they draw from
+                with torch.cuda.graph(keeper, pool=self.handle, stream=stream, capture_error_mode="thread_local"):
+                    pass
+            self._keepers[stream.device_index] = keeper
         return self.handle
 
     def renew(self) -> None:
         """Other memory, from now on."""
-        self.handle = self._keeper = None
+        self.handle = None
+        self._keepers.clear()
 
     def is_new(self) -> bool:
         """Whether nothing was recorded there before; something is, from now on."""
         was_new, self._is_new = self._is_new, False
         return was_new
 
-    def enter(self, device: torch.device) -> None:
-        """This replay comes after the last one, whatever stream that was on."""
-        if device.type != "cuda":
-            return
-        raw = raw_stream(device.index or 0)
-        if raw == self.last_raw.value:
-            return
-        stream = torch.cuda.current_stream(device)
-        if self._last_stream is not None:
-            stream.wait_stream(self._last_stream)
-        self._last_stream, self.last_raw.value = stream, raw
+    def last_on(self, device: torch.device) -> Last:
+        return self._last.setdefault(device.index or 0, Last())
 
 
 class Recording:
@@ -229,6 +249,9 @@ class Recording:
         """`allocates`: its outputs lie in the pool, where the body allocates them."""
         self._recorder = recorder
         self._pieces: list[Callable[[], Any]] = []
+        # what the allocator has to know of streams that use it; the one that does now
+        self._memory: list[torch.Tensor] = []
+        self.stream: Any = None
         body.prepare()
         # Mostly outside of the pool: what a recording allocates while it is made, another one may use for whatever it likes.
         made = None if allocates else body.make_outputs()
@@ -247,6 +270,7 @@ class Recording:
                 recorder.abort()
                 raise
         self.outputs = outputs
+        self._memory += made or ()
         # tells it where its inputs are
         self.feed: Callable[[Sequence[Any]], bool] = lambda args: True
         # what one look at a call's arguments finds
@@ -254,8 +278,22 @@ class Recording:
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
         self.lent = Lent(outputs, body.saved)
 
-    def looks(self, look: Look) -> None:
+    def looks(self, look: Look, slots: Slots) -> None:
         self._look, self.look = look, look.function
+        self._memory += [slot.tensor for slot in slots.each]
+
+    def go_to(self, stream: Any) -> None:
+        """Its replays are launched on this stream from now on (None: there are no streams). Whoever had its outputs last may still be
+        reading them, on the stream of that call, and later than whatever ran since. And when the recording goes, its memory must not
+        be given away while this stream uses it: it is of the stream that was current when it was made."""
+        if stream is None or stream is self.stream:
+            return
+        if self.stream is not None:
+            go_behind(stream, self.stream)
+        self.stream = stream
+        for tensor in self._memory:
+            if tensor.device.type == "cuda":
+                tensor.record_stream(stream)
 
     def _replay(self) -> None:
         for piece in self._pieces:
@@ -272,6 +310,7 @@ class Recording:
         assert self._recorder is not None
         self._close()
         results = list(step())
+        self._memory += results
 
         def again() -> None:
             for mine, new in zip(results, step()):
@@ -317,18 +356,22 @@ class Bucket:
         self.recordings: list[Recording] = []
         self.num_replays = 0
 
-    def run(self, args: Sequence[Any], record: Callable[[Sequence[Any], Body, Slots], Recording], borrow: bool) -> list[torch.Tensor]:
-        """The outputs: the recording's own, lent, or copies."""
+    def run(
+        self, args: Sequence[Any], record: Callable[[Sequence[Any], Body, Slots], Recording], borrow: bool, stream: Any = None
+    ) -> list[torch.Tensor]:
+        """The outputs: the recording's own, lent, or copies. `stream`: the current one, None where there are none."""
         for number, recording in enumerate(self.recordings):
             if borrow or number == MAX_ROTATION or recording.lent.is_gone():
                 if not recording.feed(args):
                     raise _Refused
+                recording.go_to(stream)
                 recording.replay()
                 self.num_replays += 1
                 break
         else:
             self.slots.fill(args)
             number, recording = len(self.recordings), record(self.slots.given(args), self._body, self.slots)
+            recording.go_to(stream)
             self.recordings.append(recording)
         if borrow:
             return [o.data for o in recording.outputs]
@@ -347,7 +390,8 @@ class Recordings:
         self._num_wasted = 0
         # whether recordings may copy their inputs themselves
         self._may_feed = True
-        self._stream = stream_of(device, pool.last_raw)
+        self._last = pool.last_on(device)
+        self._stream = stream_of(device, self._last.raw)
 
     def replay(self, key: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
         """The outputs, if something is recorded that fits. On the path of every call: spelt out."""
@@ -366,6 +410,8 @@ class Recordings:
                 self._kept.move_to_end(key)
             if outlived:
                 let_go()
+            if recording.stream is not self._last.stream:
+                recording.go_to(self._last.stream)
             recording.replay()
             bucket.num_replays += 1
             return [o.data for o in recording.outputs] if self._borrow else recording.lent.lend()
@@ -396,12 +442,12 @@ class Recordings:
 
     def _run(self, key: Any, bucket: Bucket, args: Sequence[Any]) -> list[torch.Tensor] | None:
         with self._pool.lock:
-            self._pool.enter(self._device)
+            self._last.enter(self._device)
             if len(self._kept) > 1 and key in self._kept:
                 self._kept.move_to_end(key)
             let_go()
             try:
-                return bucket.run(args, self._record, self._borrow)
+                return bucket.run(args, self._record, self._borrow, self._last.stream)
             except _Refused:  # of what is recorded from now on, torch copies the inputs
                 self._may_feed = False
                 self._kept.pop(key, None)
@@ -416,7 +462,7 @@ class Recordings:
     def trial(self, given: Sequence[Any], body: Body) -> Callable[[], None] | None:
         """The replay of a recording that is not kept for calls; None where nothing can be recorded."""
         with self._pool.lock:
-            self._pool.enter(self._device)
+            self._last.enter(self._device)
             try:
                 recording = self._make(given, body, None)
             except _Unrecordable as error:
@@ -425,7 +471,7 @@ class Recordings:
 
         def replay() -> None:
             with self._pool.lock:  # calls share the memory
-                self._pool.enter(self._device)
+                self._last.enter(self._device)
                 recording.replay()  # not this function alone: what it writes to is the recording's
 
         return replay
@@ -465,7 +511,7 @@ class Recordings:
                 if slots is not None:
                     feeds = feeds if feeds is not None and feeds.is_bound else None
                     recording.feed = slots.fill if feeds is None else feeds
-                    recording.looks(Look(self._stream, slots, recording.lent.counts, feeds, self._borrow))
+                    recording.looks(Look(self._stream, slots, recording.lent.counts, feeds, self._borrow), slots)
                 return recording
 
     def make_recorder(self, body: Body, feeds: Feeds | None) -> Recorder | None:

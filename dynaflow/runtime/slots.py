@@ -94,7 +94,8 @@ def _slot(arg: torch.Tensor, number: int, rows: tuple[int, int] | None) -> Slot:
     if rows is not None and arg.shape[rows[0]] != rows[1]:
         index = torch.arange(rows[1], device=arg.device) % arg.shape[rows[0]]
         tensor.copy_(arg.index_select(rows[0], index))
-    is_plain = type(arg) in (torch.Tensor, torch.nn.Parameter) and not arg.is_conj() and not arg.is_neg()
+    # complex tensors may be conjugated by a flag: none of their facts tells, and one call's may be, another's not
+    is_plain = type(arg) in (torch.Tensor, torch.nn.Parameter) and not arg.is_complex() and not arg.is_neg()
     nbytes = tensor.numel() * tensor.itemsize
     is_piece = is_plain and 0 < nbytes == tensor.untyped_storage().nbytes()  # it lies without gaps
     return Slot(tensor, number, type(arg), rows, is_piece, tensor.data_ptr(), nbytes)

@@ -2,7 +2,7 @@
 
 Recordings have the workspaces of the streams in them that they were recorded on (`workspaces`), and all are recorded on the same ones: so
 recordings of one device take turns, with each other and with plans that are issued launch by launch on these streams. The next turn waits
-for an event behind the last one. Nobody waits for a stream: it may be part of somebody's capture by then.
+for an event behind the last one, not for a stream: that may be part of somebody's capture by then.
 
 Plans that two threads issue launch by launch at once have no turns, but the order of the streams that they share.
 """
@@ -16,6 +16,18 @@ import torch
 
 # what torch.cuda's own function comes down to; only CUDA builds have it
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_captured(stream: Any) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def go_behind(stream: Any, other: Any) -> None:
+    """What a stream gets from now on comes after all that the other one has. Not while the other one is captured: whoever waits for it
+    becomes part of the capture. What it had before is over: torch begins a capture with a wait for the device."""
+    if not is_captured(other):
+        stream.wait_stream(other)
 
 
 class Turns:

@@ -185,6 +185,48 @@ def test_garbage_is_not_collected_while_recording():
     assert gc.isenabled()
 
 
+def test_a_capture_that_fails_leaves_earlier_recordings_their_generator():
+    """They draw from the device's own generator: torch refuses where that still takes itself to be captured. Has not run on a device."""
+    pool, x = graphs.Pool(), torch.zeros(64, device="cuda")
+    earlier, failing, drawn = graphs.CudaRecorder(pool, x.device), graphs.CudaRecorder(pool, x.device), torch.zeros_like(x)
+    with graphs.one_at_a_time:
+        earlier.begin()
+        drawn.copy_(torch.rand_like(x))
+        draw = earlier.end()
+        failing.begin()
+        with pytest.raises(RuntimeError):
+            x.sum().item()
+        failing.abort()
+    seen = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        for _ in range(2):
+            draw()
+            seen.append(drawn.clone())
+    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3]) and not torch.equal(seen[0], seen[1])
+
+
+def test_outputs_are_overwritten_behind_the_stream_that_got_them():
+    """It may go on reading while others call on another stream, and let go of them then. Has not run on a device."""
+    fast, x = df.compile(block(), strategy=df.TwoBatch(), runtime="graph"), ids(4)
+    wanted = [fast(x) for _ in range(6)][-1].clone()
+    mine, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(mine):
+        got = fast(x)
+    with torch.cuda.stream(other):
+        held = fast(ids(4))
+    with torch.cuda.stream(mine):
+        torch.cuda._sleep(100_000_000)
+        read = got.clone()
+    at = got.data_ptr()
+    del got
+    with torch.cuda.stream(other):
+        again = fast(ids(4))
+    torch.cuda.synchronize()
+    assert again.data_ptr() == at != held.data_ptr() and torch.equal(read, wanted)
+
+
 class Thin(nn.Module):
     """Products that are long and thin: cuBLAS splits them, and adds up the pieces in its workspace."""
 

@@ -19,6 +19,7 @@ class LoggedStreams:
         self.log: Log = []
         self.current = 0
         self.has_joined = False
+        self.kept: list[Any] = []
         ids = itertools.count()
         outer = self
 
@@ -44,6 +45,9 @@ class LoggedStreams:
 
     def join(self) -> None:
         self.has_joined = True
+
+    def keep(self, result: Any) -> None:
+        self.kept.append(result)
 
     def leave(self) -> None:
         assert self.current == 0, "the turn ends on the caller's stream"

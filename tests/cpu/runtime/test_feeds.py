@@ -35,6 +35,14 @@ def some():
             torch.randn(()), torch.randn(4, 6)[:, :3]]  # fmt: skip
 
 
+def test_complex_tensors_are_read_as_they_are_conjugated():
+    """A backward gets either."""
+    x = torch.randn(4, dtype=torch.complex64)
+    machine, held, fed = recorded([x, torch.randn(4)])
+    for each in (x, x.conj(), torch.randn(4, dtype=torch.complex64), torch.randn(4, dtype=torch.complex64).conj()):
+        assert is_read(machine, held, fed, [each, torch.randn(4)])
+
+
 def test_replays_read_what_each_call_gives():
     args = some()
     machine, held, fed = recorded(args)

@@ -15,7 +15,7 @@ from dynaflow.memory import place
 from dynaflow.runtime import fake, generated
 from dynaflow.runtime.binder import Binder, bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import COPIED, KEPT, PLACED, Layout, Program, Unit
+from dynaflow.runtime.program import COPIED, KEPT, PLACED, Call, Layout, Program, Unit
 from dynaflow.sync import synchronise
 from dynaflow.testing import random_flow
 from dynaflow.testing.notation import flow_of
@@ -78,6 +78,23 @@ def test_the_program_s_result(variant):
     wanted = {"eager": (COPIED, KEPT, "relaid", "inside"), "fresh": (COPIED, KEPT), "placed": (PLACED, COPIED, KEPT, "scratch", "inside"),
               "aligned": (PLACED, "scratch", "cloned")}[variant]  # fmt: skip
     assert all(seen[what] > (1 if what == "inside" else 10) for what in wanted), seen
+
+
+def test_results_that_lie_in_memory_of_side_streams_are_told():
+    """And no others: they are the caller's own."""
+    num_told = 0
+    for seed in range(10):
+        for case, plan, functions in plans(seed):
+            bound = bind(plan, replace(with_fresh_results(case.program), functions=functions), case.sizes)
+            streams = LoggedStreams(len(bound.streams) + 1)
+            results = generated.run(bound, case.inputs(), streams)
+            calls = [what for _, s, what in bound.instructions if s and isinstance(what, Call)]
+            sides = {out.view for call in calls for out in call.outs if out.how == KEPT}
+            wanted = {r.data_ptr() for (_, i), r in zip(bound.outputs, results) if i in sides and r.numel()}
+            assert {r.data_ptr() for r in streams.kept if r.numel()} == wanted
+            num_told += len(wanted)
+    assert num_told > 10
+
 
 
 def test_a_wrong_line_would_be_seen():

@@ -31,7 +31,7 @@ def test_only_what_torch_would_copy_byte_by_byte_is_a_piece():
     args = [x, images, torch.randn(4, 3).t(), torch.randn(()), torch.randn(8)[2:5], x.conj(), x.conj().imag, torch.randn(4, 6)[:, :3],
             torch.randn(0)]  # fmt: skip
     made = slots.Slots(args, dict.fromkeys(range(len(args))), [])
-    assert [slot.is_piece for slot in made.each] == [True] * 5 + [False] * 4
+    assert [slot.is_piece for slot in made.each] == [False, *[True] * 4, *[False] * 4]
 
 
 @pytest.mark.parametrize("where", ["apart", "the same tensor", "a view in the middle", "other storage over the same memory"])
