@@ -75,8 +75,8 @@ class Bindings:
     def clear(self) -> None:
         """As if nothing had been planned."""
         self.planning.plans.clear()
-        self._bound.clear()
-        self._serial.clear()
+        for kept in (self._bound, self._unmeasured, self.steady, self._serial):
+            kept.clear()
 
     def _key(self, sizes: Sizes, tags: Mapping[str, Any]) -> Any:
         if not self._tags_read:
