@@ -287,7 +287,7 @@ print("called")
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "called", "")
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 lets go of what a thread has without Python's lock: there it crashes alone")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 lets go of what a thread has without taking Python's lock")
 def test_what_gloo_keeps_of_a_message_is_gone_before_python_is():
     """Whoever waited for a message has gone on while gloo's thread still lets go of it: that takes its time and needs Python."""
     script = """
