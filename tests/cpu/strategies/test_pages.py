@@ -57,7 +57,7 @@ def test_what_is_measured_over_an_emulated_network_says_so(name):
 
 
 # it simulates what it plans
-@pytest.mark.parametrize("strategy", {*PEERS} - {df.Branches}, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("strategy", [s for s in PEERS if s is not df.Branches], ids=lambda s: s.__name__)
 def test_strategies_are_short(strategy):
     assert num_lines(strategy) <= 40 and strategy.__doc__
 
