@@ -16,7 +16,7 @@ from typing import Any, Callable, Mapping, Sequence
 from dynaflow import errors
 from dynaflow.boundary import Boundary
 from dynaflow.contest import LATER, Outcome, is_measuring
-from dynaflow.context import ALL
+from dynaflow.context import ALL, APART, cuts_of
 from dynaflow.ir import Plan
 from dynaflow.planned import Fallback, Planned, finish_plan, our_bug
 from dynaflow.planner import sequential_plan
@@ -122,8 +122,9 @@ class Bindings:
             return bound
 
     def _bind(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any], measure: Measure) -> Bound | Fallback:
-        planned = self._plan(sizes, tags, args)
-        bounds = self._bounds(planned, self._boundary.numbers(sizes))
+        facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
+        planned = self._plan(facts, numbers)
+        bounds = self._bounds(planned, facts, numbers)
         if not bounds:
             why = planned.why(bool(self._batch_at) or self._fixed_batch is not None)
             return Fallback(why, None, isinstance(self.settings.strategy, Sequential), bound=self.as_one(sizes))
@@ -143,16 +144,17 @@ class Bindings:
         self.settings.note_peak(bound.peak_bytes)
         return bound
 
-    def _plan(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any]) -> Planned:
+    def _facts(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any]) -> Mapping[str, Any]:
         batch_sizes = {sizes[i] for i in self._batch_at}
         if len(batch_sizes) > 1:
             raise errors.AmbiguousBatch(
                 f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
-        numbers = self._boundary.numbers(sizes)
-        if batch_sizes == {1} and any(copied.is_view(numbers) for copied in self.planning.built.loose_copies):
+        if batch_sizes == {1} and any(copied.is_view(self._boundary.numbers(sizes)) for copied in self.planning.built.loose_copies):
             raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
-        facts = self._boundary.facts(args, next(iter(batch_sizes), self._fixed_batch or 1), self._device, tags)
+        return self._boundary.facts(args, next(iter(batch_sizes), self._fixed_batch or 1), self._device, tags)
+
+    def _plan(self, facts: Mapping[str, Any], numbers: Mapping[str, Any]) -> Planned:
         if (planned := self.planning.known(facts)) is not None:
             return planned
         planned = self.planning.plan_with_all_ranks(facts, numbers)
@@ -163,15 +165,16 @@ class Bindings:
             self.steady.clear()
         return planned
 
-    def _bounds(self, planned: Planned, numbers: Mapping[str, Any]) -> list[Bound]:
+    def _bounds(self, planned: Planned, facts: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[Bound]:
         """The plan for these sizes, then its rivals, as far as they can be had."""
         found: list[Bound] = []
         for each in (planned, *planned.rivals):
             if each.binder is None:
                 continue
             try:
-                bound = each.binder.bind(numbers)
-                verify_memory(self.flow, bound.plan, bound.memory)
+                rows = each.plan.rows
+                bound = each.binder.bind(numbers, cuts=each.binder.made_of(cuts_of(rows, facts)) if rows else None)
+                verify_memory(bound.program.flow, bound.plan, bound.memory)
             except errors.DynaFlowError as error:
                 if each is planned:
                     raise
@@ -194,6 +197,11 @@ class Bindings:
                 fix="return as many rows, in order")  # fmt: skip
         if moved == cuts:
             return bound
+        if bound.program.flow.apart:
+            raise errors.OptionError(
+                f"align moved the cuts at rows {list(cuts)} to {list(moved)}, of parts that are apart.",
+                why=f"the tag {APART} vouches for the former alone: state of the name {bound.program.flow.apart} could be raced for",
+                fix="leave these cuts where they are, or do not give the tag")  # fmt: skip
         with self.settings.lock:
             there = self._bound.get((bound, moved))
             if there is None:
@@ -223,5 +231,5 @@ class Bindings:
             return None
         numbers = self._boundary.numbers(sizes)
         if self._sequential_binder is None:
-            self._sequential_binder = self.planning.finish(sequential_plan(self.flow, "sequential"), {}, numbers)
+            self._sequential_binder = self.planning.finish(sequential_plan(self.flow, "sequential"), {}, numbers, self.flow)
         return self._sequential_binder.bind(numbers)

@@ -2,7 +2,7 @@
 
 A plan is valid wherever the strategy would have seen the same. So every look is written down as a predicate that holds:
 `batch_size >= 64` for a comparison, `tag.phase == 'decode'` for a value. A strategy that only compares the batch size with
-64 gets one plan for all sizes from 64 up.
+64 gets one plan for all sizes from 64 up. What is compared with another fact is written down so: `tag.num_prefill < batch_size`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import operator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from dynaflow.errors import OptionError
 
@@ -26,7 +27,8 @@ _tags: ContextVar[Mapping[str, Any]] = ContextVar("dynaflow_tags", default=Mappi
 
 @contextmanager
 def context(**tags: Any) -> Iterator[None]:
-    """Tags for the calls inside: `with df.context(phase="decode"): fast(x)`. Strategies read them as `flow.context.tags`."""
+    """Tags for the calls inside: `with df.context(phase="decode"): fast(x)`. Strategies read them as `flow.context.tags`; the planner
+    reads one of them, `apart`."""
     for name, value in tags.items():
         if not _is_plain(value):
             raise OptionError(f"the tag {name} ({type(value).__name__}) cannot tell contexts apart.", fix="use strings, numbers or tuples")
@@ -50,6 +52,16 @@ def current_tags() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """What something was compared with, where that was no constant."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """One predicate that held when the strategy looked."""
 
@@ -58,10 +70,60 @@ class Look:
     value: Any
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
-        return _COMPARE[self.compare](facts.get(self.name), self.value)
+        value = facts.get(self.value.name) if isinstance(self.value, Fact) else self.value
+        try:
+            return _COMPARE[self.compare](facts.get(self.name), value)
+        except TypeError:  # a tag that is no number now: it did not look like that
+            return False
 
     def __str__(self) -> str:
         return f"{self.name} {self.compare} {self.value!r}"
+
+
+# the tag by which a caller vouches: (state, rows). Where this call is cut at these rows and nowhere else, parts touch nothing in common
+# of the state of that name (a glob over what split rules' `uses=` names)
+APART = "apart"
+
+
+@dataclass(frozen=True, slots=True)
+class ApartLook:
+    """Whether the caller vouched for a cut that is made behind so many `rows` (`cuts_of`)."""
+
+    rows: tuple[str, ...]
+    # what it vouched for; empty: for nothing, or for another cut
+    state: str
+    name: str = f"tag.{APART}"
+
+    def holds(self, facts: Mapping[str, Any]) -> bool:
+        return state_apart(self.rows, facts) == self.state
+
+    def __str__(self) -> str:
+        return f"{self.name} at {' '.join(self.rows)} == {self.state!r}"
+
+
+def state_apart(rows: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """The state that parts of so many rows have nothing in common of; empty where nobody vouches for these very cuts."""
+    match facts.get(f"tag.{APART}"):
+        case (str(state), tuple(cuts)) if cuts == cuts_of(rows, facts):
+            return state
+    return ""
+
+
+def cuts_of(rows: Sequence[str], facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Where a call is cut whose parts have so many rows: each a number, a tag that counts them, or -1 (once) for the rest."""
+    sizes = [int(n) if _is_number(n) else _count(n, facts.get(f"tag.{n}")) for n in rows]
+    sizes[sizes.index(-1)] = facts["batch_size"] - (sum(sizes) + 1)
+    return tuple(accumulate(sizes[:-1]))
+
+
+def _is_number(row: str) -> bool:
+    return row.removeprefix("-").isdecimal()
+
+
+def _count(tag: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise OptionError(f"the tag {tag} is {value!r}.", why="it counts rows of the batch", fix=f"df.context({tag}=3), say")
+    return value
 
 
 class Size:
@@ -73,10 +135,9 @@ class Size:
         self._name, self._value, self._looks = name, value, looks
 
     def _compared(self, compare: str, other: Any) -> bool:
-        if isinstance(other, Size):
-            other = int(other)
-        held = _COMPARE[compare](self._value, other)
-        self._looks[Look(self._name, compare if held else _OPPOSITE[compare], other)] = None
+        held = _COMPARE[compare](self._value, other._value if isinstance(other, Size) else other)
+        value = Fact(other._name) if isinstance(other, Size) else other
+        self._looks[Look(self._name, compare if held else _OPPOSITE[compare], value)] = None
         return held
 
     def __lt__(self, other: Any) -> bool:
@@ -185,12 +246,12 @@ class _Facts(Mapping[str, Any]):
 class Context:
     """`flow.context`: the facts of one call. `looks` is what the strategy read, the key of its plan.
 
-    `batch_size`, `shapes[arg]`, `dtypes[arg]`, `device`, `needs_grad`, `tags[name]`.
+    `batch_size`, `shapes[arg]`, `dtypes[arg]`, `device`, `needs_grad`, `tags[name]`, `count(name)`.
     """
 
     def __init__(self, facts: Mapping[str, Any]):
         self._facts = facts
-        self._looks: dict[Look, None] = {}
+        self._looks: dict[Any, None] = {}
         self.shapes = _Facts("shape.", facts, self._looks)
         self.dtypes = _Facts("dtype.", facts, self._looks)
         self.tags = _Facts("tag.", facts, self._looks)
@@ -207,10 +268,24 @@ class Context:
     def needs_grad(self) -> bool:
         return self._exact("needs_grad")
 
+    def count(self, tag: str) -> Any:
+        """A tag that counts rows, as `batch_size` does: comparisons with it are looks, its value is one where it is used as a number.
+        None where there is no such tag."""
+        if self._facts.get(f"tag.{tag}") is None:
+            return self.tags.get(tag)
+        number = _count(tag, self._facts[f"tag.{tag}"])
+        self._looks[Look(f"tag.{tag}", "!=", None)] = None
+        return Size(f"tag.{tag}", number, self._looks)
+
+    def state_apart(self, rows: tuple[str, ...]) -> str:
+        state = state_apart(rows, self._facts)
+        self._looks[ApartLook(rows, state)] = None
+        return state
+
     def _exact(self, name: str) -> Any:
         self._looks[Look(name, "==", self._facts.get(name))] = None
         return self._facts.get(name)
 
     @property
-    def looks(self) -> tuple[Look, ...]:
+    def looks(self) -> tuple[Look | ApartLook, ...]:
         return tuple(self._looks)

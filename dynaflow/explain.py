@@ -194,12 +194,13 @@ class InspectedGraph(CapturedGraph):
         planned = self.planning.plan(self.boundary.facts(args, batch_size, self.device, current_tags()), sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.binder.bind(sizes) if planned.binder is not None else None
+        flow = self.flow if bound is None else bound.program.flow
         is_whole = isinstance(self.settings.strategy, Sequential) and self.settings.runtime != "graph"
         if bound is None and not is_whole:
             bound = self.bindings.as_one(tuple(sizes[s] for s in self.flow.symbols))
         plan = finish_plan(self.flow, planned.plan) if bound is None else replace(bound.plan, reason=planned.plan.reason)
         self.explained.append(Explained(
-            self.flow, plan, str(verify(plan, self.flow)), bind_memory(self.flow, plan, sizes).arena_bytes,
+            flow, plan, str(verify(plan, flow)), bind_memory(flow, plan, sizes).arena_bytes,
             bind_memory(self.flow, reference, sizes).arena_bytes, "eager" if self.compiler is None else "inductor", self.why_eager,
             unrepeatable=tuple((op, call) for op, calls in self.built.calls.items() for call in calls if call.startswith(_ATOMIC)),
             **({} if bound is None else self._bound_facts(bound)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, Iterable, Mapping, NamedTuple
@@ -141,6 +142,8 @@ class Flow:
     # symbols that mean the batch size, and all symbols
     batch: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
+    # state (a glob over tokens) that a part touches in its own rows only: so says the caller, of calls that are cut in one way
+    apart: str = ""
 
     @cached_property
     def value(self) -> dict[str, Value]:
@@ -220,7 +223,8 @@ class Flow:
                 touch(name, True)
             for token in op.uses:
                 s = self.storage_index[token]
-                touched[s] = Access(s, False, True)
+                by_rows = bool(self.apart) and is_state(token) and fnmatchcase(token, self.apart) and not op.unsplittable
+                touched[s] = Access(s, by_rows, True)
             table.append(tuple(touched.values()))
         return tuple(table)
 
@@ -273,8 +277,8 @@ class Flow:
     @cached_property
     def fingerprint(self) -> str:
         """Eight hex digits over everything a plan depends on; the same in every process."""
-        # without pieces it is what it was before there were any
-        text = repr((self.values, self.ops, self.outputs, self.batch, self.symbols)).replace(", home=''", "")
+        # without pieces, and without state that is apart, it is what it was before there were any
+        text = repr((self.values, self.ops, self.outputs, self.batch, self.symbols)).replace(", home=''", "") + self.apart
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
@@ -350,6 +354,8 @@ class Plan:
     context: tuple[str, ...] = ()
     # why this plan is sequential; empty when a strategy made it
     reason: str = ""
+    # how many rows its parts 0/n, 1/n, ... have in each call: numbers, tags, and -1 for the rest; empty: parts are shares of the batch
+    rows: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def launches(self) -> tuple[Launch, ...]:

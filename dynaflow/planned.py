@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 from dynaflow import errors
-from dynaflow.context import Look
+from dynaflow.context import ApartLook, Look
 from dynaflow.fuse import fuse
 from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import place
@@ -29,7 +29,7 @@ class Planned:
     """A strategy's plan for one context. `binder` is None when the strategy gave up."""
 
     plan: Plan
-    looks: tuple[Look, ...]
+    looks: tuple[Look | ApartLook, ...]
     binder: Binder | None
     # what the strategy's other options come to, where they are to be measured
     rivals: tuple[Planned, ...] = ()

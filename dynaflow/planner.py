@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cached_property, partial
@@ -92,7 +93,8 @@ class Planner:
         chosen: Sequence[int] = (),
     ):
         """`chosen`: which option the first, second, ... `any_of` gives; 0 for those that are not named."""
-        self.flow, self.context = flow, context
+        # what the strategy gives up to, and its own flow: parts may be apart in that one
+        self._whole, self.flow, self.context = flow, flow, context
         self.functions: dict[str, Callable[..., Any]] = {}
         if costs:
             check_costs(flow, costs)
@@ -103,6 +105,8 @@ class Planner:
         self.num_options: list[int] = []
         self._default_parts: tuple[Part, ...] = (WHOLE,)
         self._parts_of: dict[str, tuple[Part, ...]] = {}
+        # how ops are cut: by the rows that tags give; or, as one way among these, by shares of the batch: ()
+        self._ways: dict[tuple[str, ...], None] = {}
         self._streams: dict[str, Stream] = {}
         self._declared: set[str] = set()
         self._launches: list[Launch] = []
@@ -121,9 +125,10 @@ class Planner:
     def ops(self) -> tuple[Op, ...]:
         return self.flow.ops
 
-    def split(self, into: int | Sequence[int] | Sequence[float], *, ops: Any = None) -> None:
+    def split(self, into: int | Sequence[int] | Sequence[float] | Sequence[int | str], *, ops: Any = None) -> None:
         """Cut the batch: `split(2)`, sizes `split([3, 5, -1])` (-1: the rest), boundaries `split([0, 3, 8, 17])`, shares
         `split([0.5, 0.3, 0.2])`. `ops` (a name, a glob, names, or a predicate over Op) limits it to some ops.
+        A size may be the name of a tag, `split(["num_prefill", -1])`: one plan serves all its values. No op is then cut in another way.
 
         Ops that mix the batch run over all of it; naming one in `ops` is an error.
         """
@@ -133,6 +138,12 @@ class Planner:
                 "flow.split was called after the ready ops were looked at.", where=where,
                 fix="split first, then get_ready_ops and execute")  # fmt: skip
         parts = self._parts(into, where)
+        if len(parts) > 1:
+            self._ways[self._rows_by_tag(into)] = None
+        if len(self._ways) > 1:
+            raise errors.StrategyError(
+                f"flow.split({into!r}) cuts in another way than a split before it.", where=where,
+                why="where a tag says how many rows a part has, all ops that are split are cut so", fix="split all of them alike")
         if ops is None:
             self._default_parts = parts
             return
@@ -198,6 +209,8 @@ class Planner:
         return (WHOLE,) if op.unsplittable else self._parts_of.get(op.name, self._default_parts)
 
     def _make_items(self) -> None:
+        if self._rows and (state := self.context.state_apart(self._rows)):
+            self.flow = replace(self.flow, apart=state)
         flow, handles = self.flow, self._handles
         depth = [0] * len(flow.ops)
         for before, after, _ in sorted(flow.edges, key=lambda e: e.after):
@@ -348,7 +361,7 @@ class Planner:
 
     def split_as(self, trial: Planner) -> None:
         """Cut the batch as a trial did."""
-        self._default_parts, self._parts_of = trial._default_parts, dict(trial._parts_of)
+        self._default_parts, self._parts_of, self._ways = trial._default_parts, dict(trial._parts_of), dict(trial._ways)
 
     def repeat(self, launch: Launch, trial: Planner, stream: str, part: Part | None = None) -> None:
         """Execute a trial's launch, on another stream; `part`: the part that the trial was for."""
@@ -367,9 +380,9 @@ class Planner:
     def finish(self) -> Plan:
         """The launches as a Plan without waits, once the strategy returned."""
         if self._reason is not None:
-            return sequential_plan(self.flow, self._reason, self._looks())
-        if len(self._default_parts) > 1 and not self.flow.batch:
-            return sequential_plan(self.flow, CONSTANT_BATCH, self._looks())
+            return sequential_plan(self._whole, self._reason, self._looks())
+        if (len(self._default_parts) > 1 or self._rows) and not self.flow.batch:
+            return sequential_plan(self._whole, CONSTANT_BATCH, self._looks())
         if not self._handles and self.flow.ops:
             self._make_items()
         left = [h for h in self._handles if not self._done[h._item]]
@@ -380,14 +393,31 @@ class Planner:
                 fix="loop until flow.get_ready_ops() is empty, or give up with flow.sequential(reason)")  # fmt: skip
         used = dict.fromkeys(launch.stream for launch in self._launches)
         streams = tuple(s for s in self._streams.values() if s.name in used and s.name != CALLER)
-        return Plan(self.flow.label, streams, tuple(self._launches), context=self._looks())
+        return Plan(self.flow.label, streams, tuple(self._launches), context=self._looks(), rows=self._rows)
 
     def _looks(self) -> tuple[str, ...]:
         return tuple(str(look) for look in self.context.looks)
 
     # -- what the checks need
 
+    @property
+    def _rows(self) -> tuple[str, ...]:
+        return next(iter(self._ways), ())
+
+    @staticmethod
+    def _rows_by_tag(into: Any) -> tuple[str, ...]:
+        is_by_tag = isinstance(into, Sequence) and any(isinstance(n, str) for n in into)
+        return tuple(map(str, into)) if is_by_tag else ()
+
     def _parts(self, into: Any, where: str) -> tuple[Part, ...]:
+        if rows := self._rows_by_tag(into):
+            missing = [n for n in into if isinstance(n, str) and self.context.count(n) is None]
+            if missing or rows.count("-1") != 1:
+                raise errors.PartsDoNotTile(
+                    f"flow.split({into!r}) does not tile the batch.", where=where,
+                    why=f"the context has no tag {missing[0]}" if missing else "one part must be the rest",
+                    fix="name tags that the call has (df.context), and give -1 once")  # fmt: skip
+            return equal_parts(len(rows))
         if isinstance(into, int) or not hasattr(into, "__iter__"):
             if int(into) < 1:
                 raise errors.PartsDoNotTile(f"flow.split({into}) makes no part.", where=where, fix="split into 1 part or more")

@@ -18,7 +18,7 @@ from torch import fx
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.inductor.entries import Inductor
-from dynaflow.ir import Op, Plan
+from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import can_be_loose
 from dynaflow.planned import Planned, finish_plan
 from dynaflow.planner import run_strategy, sequential_plan
@@ -84,16 +84,16 @@ class Planning:
         if plan.reason:
             return Planned(plan, context.looks, None), planner.num_options
         check_shares(plan.streams, self.device)
-        binder = self.finish(plan, planner.functions, sizes)
+        binder = self.finish(plan, planner.functions, sizes, planner.flow)
         plan = binder.plan
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
                  len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
         return Planned(plan, context.looks, binder), planner.num_options
 
-    def finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any]) -> Binder:
+    def finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any], flow: Flow) -> Binder:
         """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing
-        but views of it is read."""
-        program, flow = replace(self.program, functions=functions), self.flow
+        but views of it is read. `flow`: as the plan has it, with state that is apart where the caller says so."""
+        program = replace(self.program, functions=functions, flow=flow)
         can_fuse = self._can_fuse if self.compiler is not None else None
         finished = finish_plan(flow, plan, can_fuse)
         loose = self._allocated_by_units(finished, program, sizes)

@@ -23,7 +23,7 @@ from dynaflow.strategies import Auto
 from dynaflow.strategy import Strategy
 
 _NAMED: dict[str, type[Strategy]] = {
-    "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch,
+    "sequential": strategies.Sequential, "two_batch": strategies.TwoBatch, "prefill_decode": strategies.PrefillDecode,
     "nano_batch": strategies.NanoBatch, "branches": strategies.Branches,
 }  # fmt: skip
 COMPILERS = ("auto", "inductor", "eager")

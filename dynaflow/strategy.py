@@ -21,6 +21,9 @@ class Strategy:
                     flow.execute(r, stream="comm" if r.kind == "network" else "compute")
     """
 
+    # whether a serving engine, where it can, is to put requests that decode before those that prefill
+    wants_phases_sorted = False
+
     def schedule(self, flow: Planner) -> None:
         raise TypeError(f"{type(self).__name__} does not implement schedule(flow)")
 

@@ -2,6 +2,7 @@
 
     plan llama.3f2a90b1
     context batch_size >= 64
+    rows num_prefill -1
     stream compute
     stream comm priority=-1 sms=16
     slot 0 layers.0.attn:0 layers.1.attn:0
@@ -39,6 +40,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"sequential {' '.join(plan.reason.split())}"
     for read in plan.context:
         yield f"context {read}"
+    if plan.rows:
+        yield f"rows {' '.join(plan.rows)}"
     for s in plan.streams:
         yield f"stream {s.name}" + (f" priority={s.priority}" if s.priority else "") + (f" sms={s.sms}" if s.sms is not None else "")
     members: dict[int, list[str]] = {}
@@ -118,6 +121,7 @@ def parse_plan(source: str) -> Plan:
     """The plan that `source` says, or PlanSyntaxError with line, column and what was expected. '#' starts a comment."""
     flow, reason = None, ""
     context: list[str] = []
+    rows: list[str] = []
     streams: list[Stream] = []
     slots: dict[str, int] = {}
     loose: list[str] = []
@@ -127,7 +131,7 @@ def parse_plan(source: str) -> Plan:
         if not line.strip():
             continue
         cursor = _Cursor(line, number)
-        word = cursor.name("a line that begins with plan, context, stream, slot, loose, launch, record or wait")
+        word = cursor.name("a line that begins with plan, context, rows, stream, slot, loose, launch, record or wait")
         if word == "plan" and flow is None:
             flow = cursor.name("the flow's label")
         elif flow is None:
@@ -137,6 +141,10 @@ def parse_plan(source: str) -> Plan:
             reason = cursor.rest()
         elif word == "context":
             context.append(cursor.rest())
+        elif word == "rows":
+            rows.append(cursor.name("a number of rows, or a tag"))
+            while cursor.at < len(line):
+                rows.append(cursor.name("a number of rows, or a tag"))
         elif word == "stream":
             streams.append(_stream(cursor))
         elif word == "slot":
@@ -155,12 +163,12 @@ def parse_plan(source: str) -> Plan:
             steps.append((Record if word == "record" else Wait)(event, cursor.stream()))
         else:
             cursor.at = 0
-            raise cursor.fail("plan (once), sequential, context, stream, slot, loose, launch, record or wait")
+            raise cursor.fail("plan (once), sequential, context, rows, stream, slot, loose, launch, record or wait")
         cursor.end()
     if flow is None:
         raise PlanSyntaxError("the plan is empty", line=1, column=1, expected="'plan <flow>' as the first line")
     ordered = tuple(sorted(slots.items(), key=lambda item: item[1]))
-    return Plan(flow, tuple(streams), tuple(steps), ordered, tuple(context), reason, loose=tuple(loose))
+    return Plan(flow, tuple(streams), tuple(steps), ordered, tuple(context), reason, loose=tuple(loose), rows=tuple(rows))
 
 
 def _stream(cursor: _Cursor) -> Stream:

@@ -39,8 +39,8 @@ def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = (), use
     whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
 
     `uses(call)` names state that the op reads or changes and that is no argument of it (a serving engine's KV cache of one layer).
-    Who uses the same state keeps program order, and parts of one op run in the order of their rows. The name `group:<name>` is that of a
-    process group: its users run in one order on all ranks.
+    Who uses the same state keeps program order, and parts of one op run in the order of their rows, unless a call says that they touch
+    nothing in common (the tag `apart`). The name `group:<name>` is that of a process group: its users run in one order on all ranks.
     """
     _users[_key(op)] = Entry(rule, frozenset(sizes), True, uses)
 

@@ -272,6 +272,10 @@ class Binder:
         self._parts = parts
         return scope["bind"]
 
+    def made_of(self, cuts: Sequence[int]) -> list[int]:
+        """Of the rows between the parts 0/n, 1/n, ..., those at which this plan has a cut."""
+        return [cuts[(len(cuts) + 1) * numerator // denominator - 1] for numerator, denominator in self._shares[1:-1]]
+
     def bind(self, sizes: Mapping[str, int], memory: Memory | None = None, cuts: Sequence[int] | None = None) -> Bound:
         """`cuts`: the rows at which parts begin and end, where they are not those of the parts' shares; as many, in order."""
         flow, plan = self.flow, self.plan

@@ -6,7 +6,7 @@
         input view of x                   # the same memory under another name
         home h a b                        # a and b are pieces of h
         norm: x -> h
-        ar network group:tp: h -> r       # kind and tokens stand behind the name
+        ar network group:tp: h -> r       # kind and tokens (`rng`, or with a colon) stand behind the name
         scan whole: r -> s                # whole: it cannot be split
         add: r! x -> y                    # r is changed in place
         mean whole: y -> m^               # m has no batch axis
@@ -57,7 +57,7 @@ def _op(line: str, values: dict[str, Value]) -> Op:
     return Op(
         op, next((mark for mark in marks if mark in KINDS), "compute"), tuple(i for i in inputs if not i.endswith("!")),
         tuple(out.rstrip("^") for out in outs), tuple(i.rstrip("!") for i in inputs if i.endswith("!")),
-        tuple(mark for mark in marks if mark == "rng" or mark.startswith("group:")), "it mixes the batch" if "whole" in marks else "",
+        tuple(mark for mark in marks if mark == "rng" or ":" in mark), "it mixes the batch" if "whole" in marks else "",
     )  # fmt: skip
 
 

@@ -103,6 +103,8 @@ def index(plan: Plan, flow: Flow) -> Indexed:
     for bits in set(launched):
         if not tiles(part for p, part in enumerate(parts) if bits >> p & 1):
             raise _does_not_tile(plan, flow, launched, parts)
+    if plan.rows:
+        _check_rows(plan, parts)
     whole = [1 << p for p, part in enumerate(parts) if part.is_whole]
     for op in unsplittable(flow):
         if launched[op] not in whole:
@@ -113,6 +115,17 @@ def index(plan: Plan, flow: Flow) -> Indexed:
     num_waits = len(steps) - num_calls - len(events)
     num_launches = len(plan.steps) - num_waits - len(events)
     return Indexed(steps, tuple(stream_index), parts, rows, num_segments, num_calls, num_launches, num_waits, slot_of, num_slots)
+
+
+def _check_rows(plan: Plan, parts: tuple[Part, ...]) -> None:
+    """Rows of calls are given for the parts 0/n, 1/n, ...: there is no cut but between two of those."""
+    n = len(plan.rows)
+    odd = next((part for part in parts if n * part.lo % part.of or n * part.hi % part.of), None)
+    if odd is not None or plan.rows.count("-1") != 1:
+        raise errors.MalformedPlan(
+            f"rows {' '.join(plan.rows)} does not say where the batch is cut.",
+            why="one part must have the rest (-1)" if odd is None else f"{odd} is cut elsewhere than at multiples of 1/{n}",
+            fix="give the rows of each part, one of them as -1")  # fmt: skip
 
 
 def unsplittable(flow: Flow) -> list[int]:

@@ -47,6 +47,8 @@ def summary(a: Plan, b: Plan) -> str:
         told.append(f"memory slots {len({s for _, s in a.slots})} -> {len({s for _, s in b.slots})}")
     if a.loose != b.loose:
         told.append(f"loose values {len(a.loose)} -> {len(b.loose)}" if len(a.loose) != len(b.loose) else "other loose values")
+    if a.rows != b.rows:
+        told.append("other rows")
     if a.context != b.context:
         told.append("another context")
     if a.reason != b.reason:

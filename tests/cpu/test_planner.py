@@ -1,12 +1,14 @@
 """What a strategy may do, and the error for each thing that it may not."""
 
+from dataclasses import replace
+
 import pytest
 
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost
-from dynaflow.ir import WHOLE, Launch, Part, Record
-from dynaflow.planner import plan
+from dynaflow.ir import WHOLE, Launch, Part, Plan, Record
+from dynaflow.planner import CONSTANT_BATCH, plan
 from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
@@ -447,3 +449,55 @@ def test_a_repeated_launch_comes_after_the_same():
             flow.repeat(launch, trial, launch.stream)
 
     assert run(tried, diamond()).launches[2].after == (1,)
+
+
+# -- rows that tags count
+
+
+def by_tag(*rows, ops=None):
+    def body(flow):
+        flow.split(list(rows), ops=ops)
+        drain(flow)
+
+    return body
+
+
+def test_rows_that_a_tag_counts_are_no_part_of_the_plans_key():
+    p = run(by_tag("num", -1), **{"tag.num": 5})
+    assert p.rows == ("num", "-1") and labels(p)[:2] == ["L0.a 0/2", "L0.a 1/2"]
+    assert p.context == ("tag.num != None", "tag.apart at num -1 == ''"), "any number, any batch size"
+    assert "rows num -1" in str(p).splitlines() and Plan.parse(str(p)) == p and p.serialised().rows == p.rows
+
+
+@pytest.mark.parametrize("rows, why", [
+    (("other", -1), "the context has no tag other"), (("num", 3), "one part must be the rest"),
+    ((-1, "num", -1), "one part must be the rest"),
+])  # fmt: skip
+def test_rejects_rows_that_do_not_tile(rows, why):
+    with pytest.raises(errors.PartsDoNotTile) as error:
+        run(by_tag(*rows), **{"tag.num": 5})
+    assert error.value.why == why and error.value.where
+
+
+def test_rejects_another_cut_beside_one_that_a_tag_gives():
+    for first, second in ((["num", -1], 2), (2, ["num", -1]), (["num", -1], [-1, "num"])):
+        with pytest.raises(errors.StrategyError, match="cuts in another way"):
+            run(lambda flow: (flow.split(first, ops="L0.a"), flow.split(second, ops="L1.a")), **{"tag.num": 5})
+    run(lambda flow: (flow.split(["num", -1], ops="L0.a"), flow.split(["num", -1], ops="L1.a"), drain(flow)), **{"tag.num": 5})
+
+
+def test_a_constant_batch_has_no_rows_to_count():
+    made = run(by_tag("num", -1, ops="L0.a"), replace(chain(), batch=(), symbols=()), **{"tag.num": 5})
+    assert made.reason == CONSTANT_BATCH
+
+
+def test_who_gives_up_late_gives_up_to_the_flow_as_it_is():
+    def late(flow):
+        flow.split(["num", -1])
+        flow.get_ready_ops()
+        flow.sequential("on second thoughts")
+
+    flow = stateful()
+    made = run(late, flow, **{"tag.num": 5, "tag.apart": ("*", (5,))})
+    assert made.flow == flow.label and made.reason == "on second thoughts"
+    assert run(by_tag("num", -1), flow, **{"tag.num": 5, "tag.apart": ("*", (5,))}).flow == replace(flow, apart="*").label != flow.label

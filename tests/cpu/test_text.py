@@ -36,6 +36,7 @@ plans = st.builds(
     st.lists(st.sampled_from(["batch_size >= 64", "tag.phase == 'decode'"]), max_size=2).map(tuple),
     st.sampled_from(["", "batch too small to split"]),
     loose=st.lists(names, max_size=4).map(tuple),
+    rows=st.lists(st.one_of(names, st.integers(-1, 9).map(str)), max_size=3).map(tuple),
 )
 
 
@@ -73,7 +74,7 @@ def test_tiles_rejects_a_gap_and_an_overlap():
         ("plan f\nloose @c", 2, 7, "a value"),
         ("plan f\nstream c priority=x", 2, 19, "a number"),
         ("plan f\nwait e0 @c extra", 2, 12, "the end of the line"),
-        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, stream, slot, loose, launch, record or wait"),
+        ("plan f\nlunch a @c", 2, 1, "plan (once), sequential, context, rows, stream, slot, loose, launch, record or wait"),
     ],
 )
 def test_rejects_what_does_not_parse(source, line, column, expected):

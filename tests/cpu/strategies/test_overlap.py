@@ -231,11 +231,23 @@ def test_token_weave_cuts_at_a_wave():
 
 
 def test_prefill_beside_decode():
-    made = make(dense(2), PrefillDecode(), 64, num_prefill=5)
-    for stream, rows in (("prefill", "0:5"), ("decode", "5:64")):
-        assert labels(made, stream) == [f"L{i}.attn {rows}/64" for i in range(2)]
-    assert ("L0.attn 0:5/64", "L0.attn 5:64/64") in beside(made)
-    assert labels(made, "compute")[:3] == ["L0.qkv", "L0.o", "L0.ar"], "all else over the whole batch"
+    for first, rows in ((None, ("num_prefill", "-1")), ("prefill", ("num_prefill", "-1")), ("decode", ("-1", "num_prefill"))):
+        made = make(dense(2), PrefillDecode(), 64, num_prefill=5, first=first)
+        for stream, part in zip(("prefill", "decode"), ("1/2", "0/2") if first == "decode" else ("0/2", "1/2")):
+            assert labels(made, stream) == [f"L{i}.attn {part}" for i in range(2)]
+        assert made.rows == rows and ("L0.attn 0/2", "L0.attn 1/2") in beside(made)
+        assert labels(made, "compute")[:3] == ["L0.qkv", "L0.o", "L0.ar"], "all else over the whole batch"
+
+
+def test_phases_of_an_inner_strategy():
+    made = make(dense(2), Mixed(PrefillDecode(), Branches(2)), 64, num_prefill=5)
+    assert made.rows == ("num_prefill", "-1") and ("L0.attn 0/2", "L0.attn 1/2") in beside(made)
+
+
+def test_a_number_of_rows_that_prefill_may_be_a_parameter():
+    for first, rows in (("prefill", ["0:5", "5:64"]), ("decode", ["0:59", "59:64"])):
+        made = make(dense(1), PrefillDecode(5), 64, first=first)
+        assert sorted(labels(made, "prefill") + labels(made, "decode")) == [f"L0.attn {part}/64" for part in rows]
 
 
 def test_prefill_and_decode_have_their_sms():

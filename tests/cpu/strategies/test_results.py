@@ -78,10 +78,16 @@ def test_the_phase_boundary_comes_with_the_call():
     model, partition, inputs = MODELS["llama"]()
     fast = df.compile(model, strategy=df.PrefillDecode(), partition=partition)
     x = inputs(8)
-    for num_prefill in (1, 5):
-        with df.context(num_prefill=num_prefill):
-            torch.testing.assert_close(tensor(fast(x)), tensor(model(x)), rtol=1e-4, atol=1e-5)
-    assert df.stats(fast).plans == 2 and not df.stats(fast).fallbacks
+    for first in ("prefill", "decode"):
+        for num_prefill in (1, 5, 7):
+            with df.context(num_prefill=num_prefill, first=first):
+                result = tensor(fast(x))
+                torch.testing.assert_close(result, tensor(model(x)), rtol=1e-4, atol=1e-5)
+                assert torch.equal(result, tensor(df.run_serialised(fast, x)))
+                with df.profile() as profiled:
+                    fast(x)
+            assert {s.label.rpartition(" ")[2] for s in profiled.timeline.spans if s.stream == first} == {"0/2"}
+    assert df.stats(fast).plans == 2 and not df.stats(fast).fallbacks, "a plan for each order serves every boundary"
 
 
 def test_a_fused_function_of_the_users_own():

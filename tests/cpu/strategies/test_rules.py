@@ -7,7 +7,7 @@ from dynaflow.strategies import CommOverlap, DualBatch, FusedGemm, Mixed, NanoFl
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.common import rows_of, stages, tokens_per_row, weight_ops
 from dynaflow.testing.notation import flow_of
-from tests.cpu.strategies.plans import chain, dense, fsdp, labels, make, moe
+from tests.cpu.strategies.plans import chain, dense, fsdp, make, moe
 
 
 @pytest.mark.parametrize(("strategy", "flow", "small", "large", "why"), [
@@ -110,7 +110,11 @@ def test_rejects_a_boundary_outside_of_the_batch(at):
 
 
 def test_a_tag_may_have_another_name():
-    assert labels(make(dense(1), PrefillDecode(tag="cut"), 64, cut=3), "prefill") == ["L0.attn 0:3/64"]
+    assert make(dense(1), PrefillDecode(tag="cut"), 64, cut=3).rows == ("cut", "-1")
+
+
+def test_phases_that_no_one_cut_parts():
+    assert "no one cut parts them" in make(dense(1), PrefillDecode(), 64, num_prefill=3, first="neither").reason
 
 
 # -- what strategies ask of a flow

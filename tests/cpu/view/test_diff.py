@@ -33,6 +33,7 @@ def test_diff_is_unified_under_a_summary():
         ("sms=16", "sms=8", "streams +comm -comm"),
         (" model.layers.1.attn:0", "\nslot 1 model.layers.1.attn:0", "memory slots 1 -> 2"),
         (">= 64", ">= 32", "another context"),
+        ("slot 0", "rows num_prefill -1\nslot 0", "other rows"),
         ("plan llama.3f2a90b1", "plan llama.00000000", "another flow (llama.3f2a90b1 -> llama.00000000)"),
         ("record e4 @compute\nwait e4", "record e5 @compute\nwait e5", "other waits"),
     ],
