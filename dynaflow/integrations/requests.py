@@ -38,11 +38,11 @@ def place_cuts(cuts: Sequence[int], starts: np.ndarray, together: Iterable[tuple
     return placed
 
 
-def readers_before_writers(
+def readers_and_writers(
     computed: np.ndarray, starts: np.ndarray, blocks: np.ndarray, block_size: int, window: int | None = None
 ) -> set[tuple[int, int]]:
-    """Pairs (reader, writer) of requests, the reader first in the step, which shares blocks of a prefix cache that the writer, admitted
-    earlier, is only computing now. In a step as a whole, all writes come before all reads; in parts, those of later parts do not.
+    """Pairs (reader, writer) of requests: the reader shares blocks of a prefix cache that the writer, admitted earlier, is only computing
+    now. In a step as a whole, all writes come before all reads; in parts, those of later parts do not.
 
     computed   tokens per request that are in the cache, or will be by this step
     blocks     per request: the numbers of its blocks, in order
@@ -59,4 +59,4 @@ def readers_before_writers(
     oldest = 0 * first if window is None else np.maximum(computed - window + 1, 0) // block_size
     readers, at = np.nonzero((columns >= oldest[:, None]) & (columns < first[:, None]))
     writers = writer[blocks[readers, at]]
-    return {(int(r), int(w)) for r, w in zip(readers, writers) if w > r}
+    return {(int(r), int(w)) for r, w in zip(readers, writers) if w >= 0}

@@ -2,7 +2,7 @@
 
 1. The model is captured once; its tokens are the batch.
 2. Each part has a forward context of its own, with the attention metadata that vLLM's builders make for its requests.
-3. Attention of one layer runs part after part (`kv:<layer>`).
+3. Attention of one layer runs part after part (`kv:<layer>`); between phases side by side, where requests share nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from dynaflow.engine import Rows
 from dynaflow.integrations.serving import Engine, Options
 from dynaflow.integrations.steps import Steps
 
+# Attention backends that compute in memory of the call, or of the part's own builder. (FlashInfer has a workspace of the process.)
+OWN_MEMORY = {"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"}
+
 
 class VllmSteps(Steps):
     """Between a model runner and its model: `forward` and `build_metadata` stand in the place of the runner's."""
@@ -45,6 +48,10 @@ class VllmSteps(Steps):
         is_called = not type(model).__module__.startswith("vllm.model_executor.models.transformers")
         attention = df.SplitModule(Attention, kind="memory") if is_called else df.SplitFunc(Attention.forward, kind="memory", name="attn")
         batch = {"input_ids": 0, "positions": positions, "inputs_embeds": 0}
+        if {group.backend.get_name() for groups in runner.attn_groups for group in groups} <= OWN_MEMORY:
+            self.own_state = "kv:*"
+        if getattr(options.strategy, "wants_phases_sorted", False) and runner.reorder_batch_threshold is None:
+            runner.reorder_batch_threshold = 1  # vLLM sorts where a backend asks: requests of so many tokens come first
         super().__init__(engine, options, model, batch=batch, partition=["auto", attention])
 
     def build_metadata(self, *args: Any, **kwargs: Any) -> Any:

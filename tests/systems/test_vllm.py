@@ -132,6 +132,43 @@ def test_two_ranks(folder, model):
     assert "on 2 streams" in log, "the all-reduces are no network ops"
 
 
+# -- prefill beside decode
+
+# vLLM issues all of a step from one thread. "lazy" has the stream that was declared last go first, wherever no wait holds it back.
+PHASES = {**ON, "strategy": "prefill_decode"}
+
+
+@pytest.mark.parametrize("runtime", ["auto", "fake:lazy", "fake:3"])
+def test_prefill_beside_decode(folder, model, plain, runtime):
+    results, log = serve(folder, model, vllm_load.mixed(), {**PHASES, "runtime": runtime})
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert_split(stats, 25)
+    assert stats["cut_requests"] == 0 and all("one phase" in reason or reason.startswith("fewer") for reason in stats["fallbacks"])
+    assert log.count("on 3 streams") == 1, "vLLM sorts its requests, and one plan serves every boundary"
+
+
+def test_prefill_beside_decode_where_requests_lie_as_they_come(folder, model, plain):
+    """Either phase first; and where they lie among each other, the step is vLLM's."""
+    results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": "vllm_strategies:Unsorted", "runtime": "fake:lazy"})
+    assert_same(results, plain)
+    (stats,) = results["stats"]
+    assert_split(stats, 9)
+    assert any("no one cut parts them" in reason for reason in stats["fallbacks"]) and log.count("on 3 streams") == 2
+
+
+@pytest.mark.parametrize("length_behind, num_split, num_together", [(0, 0, 1), (11, 1, 0)])
+def test_attention_of_a_reader_does_not_run_beside_that_of_its_writer(folder, model, length_behind, num_split, num_together):
+    load, on = vllm_load.reader_beside_writer(length_behind), {**PHASES, "runtime": "fake:lazy"}
+    wanted, _ = serve(folder, model, load)
+    results, _ = serve(folder, model, load, on)
+    assert_same(results, wanted)
+    (stats,) = results["stats"]
+    assert (stats["split_steps"], stats["fallbacks"].get(TOGETHER, 0)) == (num_split, num_together)
+    beside, _ = serve(folder, model, load, on, mistake="together")  # the twin: what would happen otherwise
+    assert beside["stats"][0]["split_steps"] == 1 and beside["tokens"] != wanted["tokens"]
+
+
 # -- auto
 
 

@@ -62,6 +62,14 @@ def reader_before_writer(length_behind):
     return [(0, first, 2), (0, writer, 8), (2, reader, 8), *([(2, behind, 8)] if behind else [])]
 
 
+def reader_beside_writer(length_behind):
+    """In one step, a prompt, and a request that has one token left to compute behind what it shares of that prompt: as if it decoded.
+    Of one more request, `length_behind` tokens come behind both."""
+    rng = random.Random(1)
+    writer, behind = ([rng.randrange(3, 509) for _ in range(n)] for n in (100, length_behind))
+    return [(0, writer, 8), (0, [*writer[:96], 7], 8), *([(0, behind, 8)] if behind else [])]
+
+
 def make_mistake(name):
     """What a test's twin leaves out, to see that it is needed."""
     from dynaflow.integrations import steps, vllm
@@ -69,11 +77,11 @@ def make_mistake(name):
     if name == "order":
         vllm._cache_of_layer = lambda call: []
     elif name == "window":
-        readers = steps.readers_before_writers
-        steps.readers_before_writers = lambda computed, starts, blocks, size, window: readers(computed, starts, blocks, size)
+        readers = steps.readers_and_writers
+        steps.readers_and_writers = lambda computed, starts, blocks, size, window: readers(computed, starts, blocks, size)
     else:
         assert name == "together"
-        steps.readers_before_writers = lambda *_: set()
+        steps.readers_and_writers = lambda *_: set()
 
 
 def be_like_cuda():

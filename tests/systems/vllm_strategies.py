@@ -24,6 +24,10 @@ class LastFirst(df.Strategy):
             flow.execute(max(ready, key=lambda r: (r.part.lo, -r.depth)))
 
 
+class Unsorted(df.PrefillDecode):
+    wants_phases_sorted = False
+
+
 class DecodeOnly(df.TwoBatch):
     def schedule(self, flow):
         if flow.context.tags["phase"] != "decode":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dynaflow.errors import FellBack
-from dynaflow.integrations.requests import place_cuts, readers_before_writers
+from dynaflow.integrations.requests import place_cuts, readers_and_writers
 
 PLACED = {
     # lengths of requests, cuts, requests that stay together, where the cuts go
@@ -44,7 +44,7 @@ def test_rejects_a_step_without_a_place():
 SHARED = {
     # computed, lengths, blocks, pairs
     "strangers": ([4, 0], [4, 8], [[1, 2], [3, 4]], set()),
-    "the writer comes first": ([0, 4], [8, 3], [[1, 2], [1, 3]], set()),
+    "the writer comes first": ([0, 4], [8, 3], [[1, 2], [1, 3]], {(1, 0)}),
     "the reader comes first": ([4, 0], [3, 8], [[1, 3], [1, 2]], {(0, 1)}),
     "of earlier steps": ([4, 4], [3, 8], [[1, 3, 0], [1, 2, 4]], set()),
     "one token is left": ([4, 0], [1, 8], [[1, 3], [1, 2]], {(0, 1)}),
@@ -58,12 +58,12 @@ SHARED = {
 @pytest.mark.parametrize("case", SHARED)
 def test_readers_of_what_is_being_written(case):
     computed, lengths, blocks, wanted = SHARED[case]
-    assert readers_before_writers(np.array(computed), np.cumsum([0, *lengths]), np.array(blocks), 4) == wanted
+    assert readers_and_writers(np.array(computed), np.cumsum([0, *lengths]), np.array(blocks), 4) == wanted
 
 
 @pytest.mark.parametrize("window, wanted", [(None, {(0, 1)}), (1, set()), (2, set()), (3, {(0, 1)}), (99, {(0, 1)})])
 def test_what_a_window_has_left_behind_is_not_read(window, wanted):
     """Request 0 is at token 9: its token to come sees tokens 7 to 9 through a window of 3, and block 7, which another one writes by
     now, held 4 to 7."""
-    found = readers_before_writers(np.array([9, 0]), np.array([0, 1, 5]), np.array([[3, 7, 8], [7, 0, 0]]), 4, window)
+    found = readers_and_writers(np.array([9, 0]), np.array([0, 1, 5]), np.array([[3, 7, 8], [7, 0, 0]]), 4, window)
     assert found == wanted

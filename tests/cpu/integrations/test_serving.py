@@ -34,6 +34,7 @@ def test_off_until_asked_for(monkeypatch):
     [
         ({}, df.TwoBatch, 512, False, False),
         ("nano_batch", df.NanoBatch, 512, False, False),
+        ("prefill_decode", df.PrefillDecode, 512, False, False),
         ({"strategy": "auto", "min_tokens": 16}, df.NanoFlow, 16, True, False),
         ({"strategy": None}, df.NanoFlow, 512, True, False),
         ("branches", df.Branches, 512, False, True),

@@ -8,11 +8,14 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 import dynaflow as df
+from dynaflow import planned
 from dynaflow.errors import RankMissing
 from dynaflow.integrations import steps as module
 from dynaflow.integrations.ops import tell_split_rules
 from dynaflow.integrations.step_trials import NUM_STEPS, Trials
 from dynaflow.integrations.steps import TOO_FEW, tags_of
+from dynaflow.verify import verify
+from tests.cpu.happens_before import happens_before
 from tests.cpu.integrations.toy_engine import STATE, ToySteps
 
 TURN = "auto: no faster in parts, or its turn as a whole"
@@ -224,7 +227,7 @@ def test_a_reader_of_the_prefix_cache_stays_with_its_writer(monkeypatch):
     engine = ToySteps()
     engine.prefix = SHARED
     assert engine.serve(4, 8).fallbacks == {"no cut leaves readers of the prefix cache with their writers.": 1}
-    monkeypatch.setattr(module, "readers_before_writers", lambda *_: set())
+    monkeypatch.setattr(module, "readers_and_writers", lambda *_: set())
     assert engine.serve(4, 8).split_steps == 1, "the twin: nothing else was against it"
 
 
@@ -259,8 +262,101 @@ def test_the_order_of_parts_is_that_of_their_rows():
 
 @pytest.mark.parametrize(
     "lengths, wanted",
-    [([5, 6], ("prefill", 0, "prefill")), ([1, 1, 1], ("decode", 3, "decode")), ([1, 1, 2], ("mixed", 2, "decode")),
-     ([1, 9], ("mixed", 1, "prefill"))],
+    [([5, 6], ("prefill", 0, 11, "prefill", "prefill")), ([1, 1, 1], ("decode", 3, 0, "decode", "decode")),
+     ([1, 1, 2], ("mixed", 2, 2, "decode", "decode")), ([1, 9], ("mixed", 1, 9, "prefill", "decode")),
+     ([9, 2, 1], ("mixed", 1, 11, "prefill", "prefill")), ([1, 1, 9, 1], ("mixed", 3, 10, "prefill", "decode")),
+     ([1, 9, 1, 1], ("mixed", 3, 10, "prefill", "prefill")), ([1, 9, 1], ("mixed", 2, 10, "prefill", "decode")),
+     ([9, 1, 9], ("mixed", 1, 19, "prefill", "neither")), ([1, 9, 1, 1, 9, 1], ("mixed", 4, 21, "prefill", "neither"))],
 )  # fmt: skip
 def test_tags(lengths, wanted):
-    assert tags_of(np.cumsum([0, *lengths]), sum(lengths)) == dict(zip(("phase", "num_decoding", "mostly"), wanted))
+    names = ("phase", "num_decoding", "num_prefill", "mostly", "first")
+    assert tags_of(np.cumsum([0, *lengths]), sum(lengths)) == dict(zip(names, wanted))
+
+
+# -- prefill beside decode
+
+PHASES = df.PrefillDecode(attention="*attend")
+# `lazy` has the stream that was declared last go first, wherever nothing holds it back: what is not ordered shows
+ORDERS = ["fake:issue", "fake:greedy", "fake:lazy"]
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Those that are made, in order."""
+    made = []
+    monkeypatch.setattr(planned, "verify", lambda plan, flow: made.append(plan) or verify(plan, flow))
+    return made
+
+
+def attentions(plan):
+    """Their streams, in the order of their rows; and whether no wait orders them."""
+    (i, first), (j, second) = ((i, launch) for i, launch in enumerate(plan.launches) if "attend" in launch.label)
+    assert first.calls[0][1].hi == second.calls[0][1].lo
+    ordered = happens_before(plan)
+    return [first.stream, second.stream], (i, j) not in ordered and (j, i) not in ordered
+
+
+@pytest.mark.parametrize("runtime", ORDERS)
+def test_prefill_beside_decode_in_either_order(plans, runtime):
+    engine = ToySteps(PHASES, runtime=runtime)
+    assert engine.serve(1, 1, 1, 6, 4).split_steps == 1
+    assert engine.parts == [(0, 3, slice(0, 3)), (3, 13, slice(3, 5))]
+    assert attentions(plans[-1]) == (["decode", "prefill"], True)
+    assert engine.serve(7, 4, 1).split_steps == 2
+    assert engine.parts == [(0, 11, slice(0, 2)), (11, 12, slice(2, 3))]
+    assert attentions(plans[-1]) == (["prefill", "decode"], True)
+    num_plans = len(plans)
+    for lengths in ((1, 9), (1, 1, 30), (20, 1, 1), (1, 1, 1, 1, 5, 1, 2)):
+        stats = engine.serve(*lengths)
+    assert (stats.split_steps, stats.cut_requests, stats.fallbacks) == (6, 0, {})
+    assert len(plans) == num_plans, "a plan serves every boundary"
+
+
+@pytest.mark.parametrize("lengths, why", [
+    ((1, 9, 1, 1, 9), "no one cut parts them"), ((5, 1, 4), "no one cut parts them"), ((5, 6), "one phase"), ((1,) * 9, "one phase"),
+])  # fmt: skip
+def test_a_step_without_one_boundary_between_phases_runs_whole(lengths, why):
+    engine = ToySteps(PHASES)
+    stats = engine.serve(*lengths)
+    (reason,) = stats.fallbacks
+    assert why in reason and engine.asked[-1] == "whole" and not stats.refusal
+    assert engine.serve(1, 9).split_steps == 1
+
+
+def test_an_engine_that_says_nothing_of_its_state_has_attentions_in_order(plans, monkeypatch):
+    monkeypatch.setattr(ToySteps, "own_state", "")
+    engine = ToySteps(PHASES, runtime="fake:lazy")
+    assert engine.serve(1, 1, 6, 4).split_steps == 1 and attentions(plans[-1]) == (["decode", "prefill"], False)
+    assert engine.asked == ["why_whole", "starts", "in_parts", "tables"]
+
+
+def shares(engine, is_reader_first):
+    """A request with one token left reads a block that one of 8 tokens is computing, on the other side of the boundary."""
+    reader, writer = (4, [1, 3]), (0, [1, 2])
+    (a, x), (b, y) = (reader, writer) if is_reader_first else (writer, reader)
+    engine.prefix = [(np.array([a, b]), np.array([x, y]), 4, None)]
+    engine.reads = {0: 1} if is_reader_first else {1: 0}
+    return engine.serve(*((1, 8) if is_reader_first else (8, 1)))
+
+
+@pytest.mark.parametrize("runtime", ORDERS)
+def test_a_reader_of_the_prefix_cache_does_not_run_beside_its_writer(plans, runtime):
+    engine = ToySteps(PHASES, runtime=runtime)
+    assert shares(engine, is_reader_first=False).split_steps == 1
+    assert attentions(plans[-1]) == (["prefill", "decode"], False), "the writer first"
+    assert shares(engine, is_reader_first=True).fallbacks == {"no cut leaves readers of the prefix cache with their writers.": 1}
+    engine.prefix, engine.reads = [], {}
+    assert engine.serve(8, 1).split_steps == 2 and attentions(plans[-1]) == (["prefill", "decode"], True), "the twin: strangers"
+
+
+def test_without_that_check_a_reader_reads_too_early(monkeypatch):
+    monkeypatch.setattr(module, "readers_and_writers", lambda *_: set())
+    with pytest.raises(AssertionError, match="not close"):
+        shares(ToySteps(PHASES, runtime="fake:lazy"), is_reader_first=False)
+
+
+def test_rejects_a_cut_that_moves_away_from_where_parts_are_apart(monkeypatch):
+    monkeypatch.setattr(module, "place_cuts", lambda cuts, *_: [cut + 1 for cut in cuts])
+    assert "of parts that are apart" in ToySteps(PHASES).serve(1, 1, 6, 4).refusal
+    monkeypatch.setattr(ToySteps, "own_state", "")
+    assert ToySteps(PHASES).serve(1, 1, 6, 4).split_steps == 1, "the twin: in order, it may"

@@ -1,4 +1,4 @@
-"""A serving engine that is made up: a model whose attention looks at a cache of all earlier tokens, which lies outside of its arguments."""
+"""A serving engine that is made up: a model whose attention looks at a cache of a request's earlier tokens, which is no argument of it."""
 
 import logging
 from contextlib import contextmanager
@@ -12,17 +12,22 @@ from dynaflow.integrations.serving import Engine, Options
 from dynaflow.integrations.steps import Steps
 
 WIDTH = 4
-# the rows that the model is called on, and what they are in the engine's cache
-STATE = {"rows": (0, 0), "cache": torch.zeros(0, WIDTH)}
+# the rows that the model is called on, what they are in the engine's cache, where requests begin, and whose rows one of them reads
+STATE = {"rows": (0, 0), "cache": torch.zeros(0, WIDTH), "starts": [0], "reads": {}}
 
 
 @torch.library.custom_op("dynaflow_toy::attend", mutates_args=())
 def attend(x: torch.Tensor) -> torch.Tensor:
-    """Each token sees the sum of all up to itself."""
-    start, stop = STATE["rows"]
+    """Each token sees the sum of its request's up to itself, and of all of the request that its own one reads."""
+    (start, stop), cache, starts = STATE["rows"], STATE["cache"], STATE["starts"]
     assert x.shape[0] == stop - start, "a part runs under another one's context"
-    STATE["cache"][start:stop] = x
-    return STATE["cache"][:stop].cumsum(0)[start:stop].contiguous()
+    cache[start:stop] = x
+    seen = torch.empty_like(cache)
+    for request, (first, end) in enumerate(zip(starts, [*starts[1:], len(cache)])):
+        seen[first:end] = cache[first:end].cumsum(0)
+        if (other := STATE["reads"].get(request)) is not None:
+            seen[first:end] += cache[starts[other] : starts[other + 1]].sum(0)
+    return seen[start:stop].contiguous()
 
 
 @attend.register_fake
@@ -43,12 +48,15 @@ class ToyModel(torch.nn.Module):
 class ToySteps(Steps):
     """An engine that pads its steps to multiples of 8. `lengths`: tokens per request of the step to come."""
 
-    def __init__(self, strategy=None, min_tokens=8, is_auto=False, model=None):
+    own_state = "kv:*"
+
+    def __init__(self, strategy=None, min_tokens=8, is_auto=False, model=None, runtime="serial"):
         tell_split_rules(["dynaflow_toy.attend", "dynaflow_toy.of_another_build"], uses=lambda call: ["kv:toy"])
         self.model, self.lengths, self.prefix, self.has_graph = model or ToyModel(), [], [], False
+        self.reads = {}
         # what it was asked, in order
         self.asked = []
-        options = Options(strategy or df.TwoBatch(), min_tokens, "eager", "serial", is_auto, is_branches=False)
+        options = Options(strategy or df.TwoBatch(), min_tokens, "eager", runtime, is_auto, is_branches=False)
         super().__init__(Engine("Toy", logging.getLogger("toy")), options, self.model, batch={"ids": 0})
 
     def serve(self, *lengths):
@@ -56,7 +64,8 @@ class ToySteps(Steps):
         self.lengths, num_tokens = lengths, sum(lengths)
         padded = -(-num_tokens // 8) * 8
         ids = torch.arange(padded) % 64
-        STATE.update(rows=(0, padded), cache=torch.zeros(padded, WIDTH))
+        starts = [int(n) for n in np.cumsum([0, *lengths])]
+        STATE.update(rows=(0, padded), cache=torch.zeros(padded, WIDTH), starts=starts, reads=self.reads)
         with torch.no_grad():
             result = self.step(num_tokens, ids)[:num_tokens]
             STATE["cache"].zero_()
