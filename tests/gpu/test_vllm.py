@@ -26,7 +26,7 @@ ENGINE = {
 }  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 CASES = {
-    "qwen3": ("qwen3", ("two_batch", "vllm_strategies:Uneven")),
+    "qwen3": ("qwen3", ("two_batch", "vllm_strategies:Uneven", "prefill_decode")),
     "qwen3_moe": ("qwen3_moe", ("two_batch",)),
 }
 
