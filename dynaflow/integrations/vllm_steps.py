@@ -27,7 +27,8 @@ from dynaflow.engine import Rows
 from dynaflow.integrations.serving import Engine, Options
 from dynaflow.integrations.steps import Steps
 
-# Attention backends that compute in memory of the call, or of the part's own builder. (FlashInfer has a workspace of the process.)
+# Attention backends that compute in memory of the call or of the part's own builder, or (the CPU's) are called by one thread alone.
+# FlashInfer has a workspace of the process.
 OWN_MEMORY = {"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"}
 
 
