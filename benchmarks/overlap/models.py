@@ -7,6 +7,7 @@ turn, by their place in the sequence, so that shapes are fixed and rows are inde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,15 +159,15 @@ class ExpertLayer(nn.Module):
 
 
 class ExpertModel(nn.Module):
-    """x is [batch, tokens, hidden]. With a cache [batch, layers, tokens, context, ...] every token is a sequence that decodes."""
+    """x is [batch, tokens, hidden]. With caches, [batch, tokens, context, ...] per layer, every token is a sequence that decodes."""
 
     def __init__(self, c: Experts, ranks: int, link: Link | None):
         super().__init__()
         self.layers = nn.ModuleList(ExpertLayer(c, ranks, link) for _ in range(NUM_EXPERT_LAYERS))
 
-    def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x, None if cache is None else cache[:, number])
+    def forward(self, x: Tensor, caches: Sequence[Tensor | None] = (None,) * NUM_EXPERT_LAYERS) -> Tensor:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache)
         return x
 
 

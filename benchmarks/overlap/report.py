@@ -17,6 +17,8 @@ RESULTS = store.RESULTS / "overlap.json"
 PAGE = store.DOCS / "overlap.md"
 SECTIONS = ("time",)
 
+# what a workload's configuration says of its link
+LINK = ("link", "gbps", "latency_us", "sms")
 # the best row of a strategy
 GOALS = {"NanoFlow": 1.29, "DualBatch": 1.14, "CommOverlap": 1.15, "TokenWeave": 1.22}
 
@@ -31,6 +33,13 @@ NAMES = [name_of(w.name, s) for s, kinds in STRATEGIES.items() for w in WORKLOAD
 def config(workload: Workload, strategy: str, tiny: bool, options: Mapping[str, Any]) -> Result:
     return {"dtype": "bf16", "workload": workload.name, "strategy": strategy, **workload.config(tiny),
             **({"options": dict(options)} if options else {}), **({"tiny": True} if tiny else {})}  # fmt: skip
+
+
+def has_changed(row: Result) -> bool:
+    """Whether the workload is another one now than when this row was measured. (Another link was asked for.)"""
+    then = row["config"]
+    now = next((w.config(bool(then.get("tiny"))) for w in WORKLOADS if w.name == then["workload"]), {})
+    return any(then.get(key) != value for key, value in now.items() if key not in LINK)
 
 
 def merged(*shards: Iterable[Result]) -> list[Result]:
@@ -76,6 +85,7 @@ def summary(rows: Sequence[Result]) -> Result:
     known, there = {r["config"].get("workload") for r in rows}, {r["row"] for r in rows}
     return {
         "rows": len(rows), "measured": len(speedups), "emulated": True, "not_run": [w.name for w in WORKLOADS if w.name not in known],
+        "rows_changed": [r["row"] for r in rows if has_changed(r)],
         "rows_not_run": [name for name in NAMES if name not in there and name.rpartition(", ")[0] in known],
         "geomean_speedup": round(geomean(speedups), 4) if speedups else None, "min_speedup": min(speedups, default=None),
         "strategies": by_strategy, "not_available": sorted({r["config"]["strategy"] for r in rows if r.get("is_available") is False}),
@@ -132,6 +142,8 @@ def markdown(rows: Sequence[Result]) -> str:
         lines += ["Workloads that were not run:", "", *(f"- {name}" for name in s["not_run"]), ""]
     if s["rows_not_run"]:
         lines += ["Rows that were not run, of workloads that were:", "", *(f"- {name}" for name in s["rows_not_run"]), ""]
+    if s["rows_changed"]:
+        lines += ["Rows of workloads that have changed since, and are to be measured anew:", "", *(f"- {name}" for name in s["rows_changed"]), ""]
     lines += store.losses(s)
     missed = [t for t in targets(rows) if t["note"] and not t["is_met"]]
     if why := [f"- {t['what']}: {shown(t['value'])} of {shown(t['limit'])}; {t['note']}" for t in missed]:

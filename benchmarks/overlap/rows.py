@@ -49,7 +49,10 @@ class Workload:
     def config(self, tiny: bool = False) -> dict[str, Any]:
         batch, seq = self.sizes(tiny)
         link = {"link": f"{self.link.name} (emulated)", "gbps": self.link.gbps, "latency_us": self.link.latency_us, "sms": self.link.sms}
-        shape = {"batch": batch, "tokens": batch * seq, **({"context": TINY_CONTEXT if tiny else CONTEXT} if self.phase == DECODE else {})}
+        shape: dict[str, Any] = {"batch": batch, "tokens": batch * seq}
+        if self.phase == DECODE:
+            # of one cache for all layers, Inductor copies the whole: rows that were measured so are told apart by this
+            shape |= {"context": TINY_CONTEXT if tiny else CONTEXT, **({"caches": "one per layer"} if self.kind == EP else {})}
         layers = models.num_layers(self.kind != EP, tiny)
         return {"kind": self.kind, "phase": self.phase, "ranks": self.ranks, "layers": layers, **shape, **link}
 
@@ -69,8 +72,9 @@ class Workload:
                 state = {"past_key_values": static_cache(module, batch, dtype, tiny, generator), "use_cache": True}
             else:
                 width = module.layers[0].attn.kv_down.out_features  # type: ignore[union-attr, index]
-                shape = (batch, models.num_layers(False, tiny), seq, TINY_CONTEXT if tiny else CONTEXT, width)
-                state = {"cache": torch.randn(shape, generator=generator, device=device).to(dtype)}
+                shape = (batch, seq, TINY_CONTEXT if tiny else CONTEXT, width)
+                layers = range(models.num_layers(False, tiny))
+                state = {"caches": [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in layers]}
         case = Case(workload=self, module=module, bare=bare, state=state, generator=generator, dtype=dtype, tiny=tiny)
         case.sets = [case.fresh() for _ in range(NUM_SETS)]
         return case

@@ -160,6 +160,14 @@ def test_file_has_the_form_of_a_result(results, tmp_path):
     assert missing and {*whole["summary"]["rows_not_run"]} == missing and all(f"\n- {row}\n" in page for row in missing)
     suite.plot(whole["rows"], path)
     assert path.with_suffix(".png").exists()
+    assert whole["summary"]["rows_changed"] == []
+
+
+def test_rows_of_a_workload_that_has_changed_are_told(results):
+    fresh, *_ = suite.rows_of(one("deepseek-v3*decode 64"), WISH, results)
+    old, other_link = ({**fresh, "config": {**fresh["config"], **changed}} for changed in ({"caches": None}, {"sms": 4}))
+    assert [report.has_changed(row) for row in (fresh, old, other_link)] == [False, True, False]
+    assert f"measured anew:\n\n- {fresh['row']}\n" in report.markdown([old]) and "measured anew" not in report.markdown([fresh])
 
 
 def test_command_says_what_was_not_run(tmp_path):
