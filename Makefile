@@ -64,15 +64,16 @@ bench-offload: $(READY)
 	$(PY) -m benchmarks.offload $(ARGS)
 
 # DynaFlow inside real systems: `make systems`, `make systems SYSTEMS=diffusers`, `make system-diffusers ARGS='-k flux'`.
-# systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Three kinds of
+# systems/<system>.txt is what a system's virtual environment has (their pins clash), in pip's own format, torch among it. Four kinds of
 # comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"),
-# "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone, and "# env: A=1" is set while they run.
+# "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone, "# env: A=1" is set while they run, and
+# "# runner: module" runs them in the place of pytest.
 SYSTEMS ?= $(patsubst systems/%.txt,%,$(wildcard systems/*.txt))
 
 systems: $(SYSTEMS:%=system-%)
 
 system-%: build/systems/%/stamp
-	env $(ONE_THREAD) PYTHONPATH= $$(sed -n 's/^# env: //p' systems/$*.txt) timeout --kill-after=30 $(TEST_LIMIT_S) build/systems/$*/bin/python -m pytest -p no:cacheprovider -q \
+	env $(ONE_THREAD) PYTHONPATH= $$(sed -n 's/^# env: //p' systems/$*.txt) timeout --kill-after=30 $(TEST_LIMIT_S) build/systems/$*/bin/python -m $$(sed -n 's/^# runner: //p' systems/$*.txt | grep . || echo pytest) -p no:cacheprovider -q \
 	  $$(for name in $$(sed -n 's/^# tests: //p' systems/$*.txt | grep . || echo $*); do ls tests/systems/test_$$name*.py; done) $(ARGS)
 
 bench-systems: build/systems/diffusers/stamp
@@ -85,8 +86,9 @@ bench-vllm: build/systems/vllm/stamp
 .PRECIOUS: build/systems/%/stamp
 build/systems/%/stamp: systems/%.txt pyproject.toml
 	test -x build/systems/$*/bin/python || python3 -m venv build/systems/$*
-	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH))
-	build/systems/$*/bin/python -m pip install --quiet $$(grep '^torch==' $< || echo $(TORCH)) -r $< 'setuptools>=77' wheel
+	torch=$$(grep '^torch==' $< || grep -q '^# pip: .* torch==' $< || echo $(TORCH)); \
+	build/systems/$*/bin/python -m pip install --quiet $$torch wheel && \
+	build/systems/$*/bin/python -m pip install --quiet $$torch -r $< 'setuptools>=77' wheel
 	sed -n 's/^# pip: //p' $< | while read -r line; do \
 	  build/systems/$*/bin/python -m pip $$line --quiet < /dev/null || exit 1; done
 	build/systems/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -143,7 +143,8 @@ def markdown(rows: Sequence[Result]) -> str:
     if s["rows_not_run"]:
         lines += ["Rows that were not run, of workloads that were:", "", *(f"- {name}" for name in s["rows_not_run"]), ""]
     if s["rows_changed"]:
-        lines += ["Rows of workloads that have changed since, and are to be measured anew:", "", *(f"- {name}" for name in s["rows_changed"]), ""]
+        changed = [f"- {name}" for name in s["rows_changed"]]
+        lines += ["Rows of workloads that have changed since, and are to be measured anew:", "", *changed, ""]
     lines += store.losses(s)
     missed = [t for t in targets(rows) if t["note"] and not t["is_met"]]
     if why := [f"- {t['what']}: {shown(t['value'])} of {shown(t['limit'])}; {t['note']}" for t in missed]:
