@@ -18,6 +18,8 @@ LEFT_OUT = {
     "test_kernels.py::test_kernels_run_side_by_side": "what runs at once",
     "test_kernels.py::test_costs_tell_small_kernels_from_large_ones": "how long a kernel takes",
     "test_kernels.py::test_the_budget_holds": "images that are large for an interpreter",
+    "test_kernels.py::test_auto_chooses_and_says_why[branchy]": "a dozen plans of convolutions; [adapted] is here",
+    "test_kernels.py::test_streams_without_products_have_no_workspace[auto]": "a dozen plans of convolutions",
 }
 
 
