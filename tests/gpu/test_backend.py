@@ -186,7 +186,7 @@ def test_garbage_is_not_collected_while_recording():
 
 
 def test_a_capture_that_fails_leaves_earlier_recordings_their_generator():
-    """They draw from the device's own generator: torch refuses where that still takes itself to be captured. Has not run on a device."""
+    """They draw from the device's own generator: torch refuses where that still takes itself to be captured."""
     pool, x = graphs.Pool(), torch.zeros(64, device="cuda")
     earlier, failing, drawn = graphs.CudaRecorder(pool, x.device), graphs.CudaRecorder(pool, x.device), torch.zeros_like(x)
     with graphs.one_at_a_time:
@@ -207,7 +207,7 @@ def test_a_capture_that_fails_leaves_earlier_recordings_their_generator():
 
 
 def test_outputs_are_overwritten_behind_the_stream_that_got_them():
-    """It may go on reading while others call on another stream, and let go of them then. Has not run on a device."""
+    """It may go on reading while others call on another stream, and let go of them then."""
     fast, x = df.compile(block(), strategy=df.TwoBatch(), runtime="graph"), ids(4)
     wanted = [fast(x) for _ in range(6)][-1].clone()
     mine, other = torch.cuda.Stream(), torch.cuda.Stream()

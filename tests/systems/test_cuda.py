@@ -10,6 +10,8 @@ import torch
 if "libcuda.so.1" not in os.environ.get("LD_PRELOAD", ""):
     pytest.skip("needs CUDA on the host: `make system-cuda`", allow_module_level=True)
 
+from tests.systems.cuda_on_host import kernels
+
 DEVICE = torch.device("cuda")
 
 
@@ -88,6 +90,20 @@ def test_memory_is_counted_and_given_back():
     """In a process of its own: captures that failed hold theirs."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert done.stdout == "counted\n", done.stderr
+
+
+def test_a_kernel_that_nobody_computes_is_told(x):
+    """Behind every test; what torch launches itself, with no op of ours around it, leaves its results as they were."""
+    assert kernels.not_computed() == ""
+    torch._foreach_add([x], 1.0)
+    assert "foreach" in kernels.not_computed().lower() and kernels.not_computed() == ""
+
+
+def test_what_a_kernel_raises_is_told(x):
+    kernels.launch(lambda: 1 / 0)
+    (raised,) = kernels.failures
+    kernels.failures.clear()
+    assert "ZeroDivisionError" in raised
 
 
 def test_what_inductor_compiles_is_computed(x):

@@ -58,6 +58,11 @@ def launch(compute: Callable[[], Any], stream: int | None = None) -> None:
         raise RuntimeError(f"CUDA error {status}: a kernel cannot be launched")
 
 
+def not_computed() -> str:
+    """A kernel that was launched since this was asked last, and that nobody computed; empty where there was none."""
+    return _library.host_cuda_not_computed().decode()
+
+
 def on_host(value: Any) -> Any:
     """The same memory as a CPU tensor. It does not keep the memory: a kernel does not either."""
     if isinstance(value, torch.device):
@@ -390,7 +395,7 @@ def every_kernel_is_computed() -> Iterator[None]:
     yield
     raised = failures[:]
     failures.clear()
-    unknown = _library.host_cuda_not_computed().decode()
+    unknown = not_computed()
     assert not unknown, f"nobody computed {unknown}"
     assert not raised, f"{len(raised)} kernels could not be computed, the first of them:\n{raised[0]}"
 
