@@ -102,7 +102,7 @@ _NO_KERNEL = """empty.memory_format empty_strided as_strided view view_as_real v
     set_.source_Storage_storage_offset set_.source_Tensor set_ resize_ resize_as_ alias record_stream is_set_to is_pinned _pin_memory
     _fused_sdp_choice _local_scalar_dense cudnn_is_acceptable""".split()
 # Ops that a CPU has under other names, or not at all.
-_NOT_ON_CPUS = ("cudnn", "miopen", "foreach", "flash", "efficient", "nccl", "sparse", "nested", "_fused_", "quant", "jagged")
+_NOT_ON_CPUS = ("cudnn", "histc", "miopen", "foreach", "flash", "efficient", "nccl", "sparse", "nested", "_fused_", "quant", "jagged")
 
 
 def _computed(op: Any) -> Callable[..., Any]:
@@ -163,6 +163,14 @@ def _convolution(x: Any, weight: Any, padding: Any, stride: Any, dilation: Any, 
     out = like(torch.convolution(*given)) if out is None else out
     place = on_host(out)
     launch(lambda: place.copy_(torch.convolution(*given)))
+    return out
+
+
+def _histc(x: Any, bins: int = 100, low: Any = 0, high: Any = 0) -> torch.Tensor:
+    """Of whole numbers too."""
+    given, out = on_host(x), torch.empty(bins, dtype=x.dtype, device=DEVICE)
+    place = on_host(out)
+    launch(lambda: place.copy_(torch.histc(given.double(), bins, low, high)))
     return out
 
 
@@ -249,7 +257,7 @@ def _install_ops(library: torch.library.Library) -> None:
             library.impl(name, _computed(op), "CUDA")
     others = {
         "_local_scalar_dense": _item, "cudnn_convolution": _convolution, "cudnn_convolution.out": _convolution,
-        "cudnn_batch_norm": _batch_norm, "_fused_rms_norm": _rms_norm, "_fused_sdp_choice": lambda *_, **__: 0,
+        "cudnn_batch_norm": _batch_norm, "_fused_rms_norm": _rms_norm, "histc": _histc, "_fused_sdp_choice": lambda *_, **__: 0,
     }  # fmt: skip
     for name, function in others.items():
         library.impl(name, function, "CUDA")
