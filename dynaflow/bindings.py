@@ -16,7 +16,7 @@ from typing import Any, Callable, Mapping, Sequence
 from dynaflow import errors
 from dynaflow.boundary import Boundary
 from dynaflow.contest import LATER, Outcome, is_measuring
-from dynaflow.context import ALL, APART, cuts_of
+from dynaflow.context import ALL, APART
 from dynaflow.ir import Plan
 from dynaflow.planned import Fallback, Planned, finish_plan, our_bug
 from dynaflow.planner import sequential_plan
@@ -169,11 +169,9 @@ class Bindings:
         """The plan for these sizes, then its rivals, as far as they can be had."""
         found: list[Bound] = []
         for each in (planned, *planned.rivals):
-            if each.binder is None:
-                continue
             try:
-                rows = each.plan.rows
-                bound = each.binder.bind(numbers, cuts=each.binder.made_of(cuts_of(rows, facts)) if rows else None)
+                if (bound := each.bind(numbers, facts)) is None:
+                    continue
                 verify_memory(bound.program.flow, bound.plan, bound.memory)
             except errors.DynaFlowError as error:
                 if each is planned:

@@ -101,6 +101,10 @@ class ApartLook:
         return f"{self.name} at {' '.join(self.rows)} == {self.state!r}"
 
 
+# in the order in which they were made
+Looks = dict[Look | ApartLook, None]
+
+
 def state_apart(rows: Sequence[str], facts: Mapping[str, Any]) -> str:
     """The state that parts of so many rows have nothing in common of; empty where nobody vouches for these very cuts."""
     match facts.get(f"tag.{APART}"):
@@ -131,7 +135,7 @@ class Size:
 
     __slots__ = ("_name", "_value", "_looks")
 
-    def __init__(self, name: str, value: int, looks: dict[Look, None]):
+    def __init__(self, name: str, value: int, looks: Looks):
         self._name, self._value, self._looks = name, value, looks
 
     def _compared(self, compare: str, other: Any) -> bool:
@@ -210,7 +214,7 @@ ALL = "*"
 class _Facts(Mapping[str, Any]):
     """A mapping whose every look-up is written down."""
 
-    def __init__(self, prefix: str, facts: Mapping[str, Any], looks: dict[Look, None]):
+    def __init__(self, prefix: str, facts: Mapping[str, Any], looks: Looks):
         self._prefix, self._facts, self._looks = prefix, facts, looks
 
     def _look(self, key: str) -> Any:
@@ -251,7 +255,7 @@ class Context:
 
     def __init__(self, facts: Mapping[str, Any]):
         self._facts = facts
-        self._looks: dict[Any, None] = {}
+        self._looks: Looks = {}
         self.shapes = _Facts("shape.", facts, self._looks)
         self.dtypes = _Facts("dtype.", facts, self._looks)
         self.tags = _Facts("tag.", facts, self._looks)

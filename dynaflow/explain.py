@@ -85,7 +85,8 @@ class Explained:
             head += f", where {' and '.join(plan.context)}"
         if plan.reason:
             return [f"plan       sequential: {plan.reason}"]
-        return [head, plan.grid()]
+        rows = [f"rows       {i}/{len(plan.rows)} has {'the rest' if n == '-1' else n}" for i, n in enumerate(plan.rows)]
+        return [head, *rows, plan.grid()]
 
     def _units(self) -> list[str]:
         if self.compiler == "eager":
@@ -191,9 +192,10 @@ class InspectedGraph(CapturedGraph):
 
     def inspect(self, args: Sequence[Any], sizes: Mapping[str, int]) -> None:
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
-        planned = self.planning.plan(self.boundary.facts(args, batch_size, self.device, current_tags()), sizes)
+        facts = self.boundary.facts(args, batch_size, self.device, current_tags())
+        planned = self.planning.plan(facts, sizes)
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
-        bound = planned.binder.bind(sizes) if planned.binder is not None else None
+        bound = planned.bind(sizes, facts)
         flow = self.flow if bound is None else bound.program.flow
         is_whole = isinstance(self.settings.strategy, Sequential) and self.settings.runtime != "graph"
         if bound is None and not is_whole:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 from dynaflow import errors
-from dynaflow.context import ApartLook, Look
+from dynaflow.context import ApartLook, Look, cuts_of
 from dynaflow.fuse import fuse
 from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import place
@@ -38,6 +38,13 @@ class Planned:
         """Why the strategy gave up. A graph without a batch looks to it like one of a single row."""
         is_about_batch = self.plan.reason == CONSTANT_BATCH or any(look.name == "batch_size" for look in self.looks)
         return NO_BATCH if is_about_batch and not has_batch else self.plan.reason
+
+    def bind(self, sizes: Mapping[str, int], facts: Mapping[str, Any]) -> Bound | None:
+        """The plan for these sizes, cut where the call's tags say, if they do; None when the strategy gave up."""
+        if self.binder is None:
+            return None
+        rows = self.plan.rows
+        return self.binder.bind(sizes, cuts=self.binder.made_of(cuts_of(rows, facts)) if rows else None)
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
         return all(look.holds(facts) for look in self.looks) and all(rival.holds(facts) for rival in self.rivals)

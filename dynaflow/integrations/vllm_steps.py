@@ -51,7 +51,7 @@ class VllmSteps(Steps):
         batch = {"input_ids": 0, "positions": positions, "inputs_embeds": 0}
         if {group.backend.get_name() for groups in runner.attn_groups for group in groups} <= OWN_MEMORY:
             self.own_state = "kv:*"
-        if getattr(options.strategy, "wants_phases_sorted", False) and runner.reorder_batch_threshold is None:
+        if options.strategy.wants_phases_sorted and runner.reorder_batch_threshold is None:
             runner.reorder_batch_threshold = 1  # vLLM sorts where a backend asks: requests of so many tokens come first
         super().__init__(engine, options, model, batch=batch, partition=["auto", attention])
 

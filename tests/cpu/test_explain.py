@@ -44,6 +44,17 @@ def test_eager_ops_are_named_with_what_they_copy():
     assert Path(graph.path).read_text().startswith("# Net.")
 
 
+@pytest.mark.parametrize("first, rows", [("prefill", (1, 5)), ("decode", (5, 1))])
+def test_parts_have_the_rows_that_the_call_says(first, rows):
+    """What is copied for a part is counted by its own rows, not by half of them."""
+    with df.context(num_prefill=1, first=first):
+        graph, text = explained(df.PrefillDecode(attention="b"), partition=[df.SplitModule("*")])
+    copied = {c.launch: c.nbytes for c in graph.copies if c.value == "b:0"}
+    assert copied == {"b 0/2": rows[0] * 8 * 4, "b 1/2": rows[1] * 8 * 4}
+    said = ["num_prefill", "the rest"] if first == "prefill" else ["the rest", "num_prefill"]
+    assert f"rows       0/2 has {said[0]}\nrows       1/2 has {said[1]}\n" in text
+
+
 @needs_compiler
 @pytest.mark.xdist_group("inductor")
 def test_compiled_units_and_recordings():

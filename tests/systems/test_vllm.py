@@ -64,6 +64,18 @@ def assert_split(stats, at_least):
     assert stats["part_launches"] >= stats["split_steps"] * 2
 
 
+def counts_of_a_reader(folder, model, load, on, num_split_otherwise):
+    """Steps that were split, and those that were left alone so that a reader of the prefix cache sees its writer. The same tokens as
+    vLLM's; and its twin: without that check, other tokens."""
+    wanted, _ = serve(folder, model, load)
+    results, _ = serve(folder, model, load, on)
+    assert_same(results, wanted)
+    otherwise, _ = serve(folder, model, load, on, mistake="together")
+    assert otherwise["stats"][0]["split_steps"] == num_split_otherwise and otherwise["tokens"] != wanted["tokens"]
+    (stats,) = results["stats"]
+    return stats["split_steps"], stats["fallbacks"].get(TOGETHER, 0)
+
+
 @pytest.mark.parametrize("strategy", ["two_batch", "nano_batch", "vllm_strategies:Uneven", "vllm_strategies:LastFirst"])
 def test_the_same_tokens_in_parts(folder, model, plain, strategy):
     results, log = serve(folder, model, vllm_load.mixed(), {**ON, "strategy": strategy})
@@ -160,13 +172,7 @@ def test_prefill_beside_decode_where_requests_lie_as_they_come(folder, model, pl
 @pytest.mark.parametrize("length_behind, num_split, num_together", [(0, 0, 1), (11, 1, 0)])
 def test_attention_of_a_reader_does_not_run_beside_that_of_its_writer(folder, model, length_behind, num_split, num_together):
     load, on = vllm_load.reader_beside_writer(length_behind), {**PHASES, "runtime": "fake:lazy"}
-    wanted, _ = serve(folder, model, load)
-    results, _ = serve(folder, model, load, on)
-    assert_same(results, wanted)
-    (stats,) = results["stats"]
-    assert (stats["split_steps"], stats["fallbacks"].get(TOGETHER, 0)) == (num_split, num_together)
-    beside, _ = serve(folder, model, load, on, mistake="together")  # the twin: what would happen otherwise
-    assert beside["stats"][0]["split_steps"] == 1 and beside["tokens"] != wanted["tokens"]
+    assert counts_of_a_reader(folder, model, load, on, num_split_otherwise=1) == (num_split, num_together)
 
 
 # -- auto
@@ -209,13 +215,7 @@ def test_one_long_request_is_cut_inside(folder, model):
 @pytest.mark.parametrize("length_behind, num_split, num_together", [(0, 2, 1), (11, 3, 0)])
 def test_a_reader_of_the_prefix_cache_stays_with_its_writer(folder, model, length_behind, num_split, num_together):
     load = vllm_load.reader_before_writer(length_behind)
-    wanted, _ = serve(folder, model, load)
-    results, _ = serve(folder, model, load, ON)
-    assert_same(results, wanted)
-    (stats,) = results["stats"]
-    assert (stats["split_steps"], stats["fallbacks"].get(TOGETHER, 0)) == (num_split, num_together)
-    parted, _ = serve(folder, model, load, ON, mistake="together")  # the twin: what would happen otherwise
-    assert parted["stats"][0]["split_steps"] == 3 and parted["tokens"] != wanted["tokens"]
+    assert counts_of_a_reader(folder, model, load, ON, num_split_otherwise=3) == (num_split, num_together)
 
 
 # -- asked for, refused, fallen back

@@ -82,7 +82,7 @@ API CUresult cuGraphExecKernelNodeSetParams(CUgraphExec e, CUgraphNode n, const 
   for (auto& [node, own] : ((Exec*)e)->nodes) if (node == (Node*)n) { own->kernel = *p; if (copy_unit((void*)p->func)) keep_args(own.get(), p->kernelParams); return CUDA_SUCCESS; }
   return CUDA_ERROR_INVALID_VALUE;
 }
-struct FakeGreen { int sms; };
+struct Share { int sms; };
 API CUresult cuDeviceGetDevResource(CUdevice, CUdevResource* r, CUdevResourceType t) { memset(r, 0, sizeof *r); r->type = t; r->sm.smCount = 132; return CUDA_SUCCESS; }
 API CUresult cuDevSmResourceSplitByCount(CUdevResource* result, unsigned* n, const CUdevResource* in, CUdevResource* left, unsigned, unsigned min) {
   unsigned each = (min + 7) / 8 * 8, can = each ? in->sm.smCount / each : 0;
@@ -92,7 +92,7 @@ API CUresult cuDevSmResourceSplitByCount(CUdevResource* result, unsigned* n, con
   if (left) { *left = *in; left->sm.smCount = in->sm.smCount - *n * each; }
   return CUDA_SUCCESS;
 }
-API CUresult cuDevResourceGenerateDesc(CUdevResourceDesc* d, CUdevResource* r, unsigned) { *d = (CUdevResourceDesc) new FakeGreen{(int)r->sm.smCount}; return CUDA_SUCCESS; }
+API CUresult cuDevResourceGenerateDesc(CUdevResourceDesc* d, CUdevResource* r, unsigned) { *d = (CUdevResourceDesc) new Share{(int)r->sm.smCount}; return CUDA_SUCCESS; }
 API CUresult cuGreenCtxCreate(CUgreenCtx* c, CUdevResourceDesc d, CUdevice, unsigned) { *c = (CUgreenCtx)d; return CUDA_SUCCESS; }
 API CUresult cuGreenCtxStreamCreate(CUstream* s, CUgreenCtx, unsigned flags, int priority) { return (CUresult)cudaStreamCreateWithPriority((cudaStream_t*)s, flags, priority); }
 API CUresult cuGetProcAddress_v2(const char* symbol, void** f, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {

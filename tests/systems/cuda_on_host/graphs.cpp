@@ -97,13 +97,16 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
     of(s)->ms = end;
   });
 }
-API cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
+// Graphs stay until the process ends: what was instantiated from one looks at its nodes.
+API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
-API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) { return cudaSuccess; }
+API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) { return fail(cudaErrorNotSupported, "cudaGraphDebugDotPrint"); }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* n) {
   auto& all = ((Graph*)graph)->nodes;
   if (nodes) for (size_t i = 0; i < *n && i < all.size(); i++) nodes[i] = (cudaGraphNode_t)all[i].get();
   *n = all.size();
   return cudaSuccess;
 }
-API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* n) { *n = 0; return cudaSuccess; }
+API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes, cudaGraphEdgeData* edges, size_t* n) {
+  return (cudaError_t)cuGraphNodeGetDependencies((CUgraphNode)node, (CUgraphNode*)nodes, (CUgraphEdgeData*)edges, n);
+}

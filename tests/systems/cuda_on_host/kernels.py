@@ -37,7 +37,7 @@ _library.host_cuda_is_capturing.argtypes = [ctypes.c_void_p]
 _library.host_cuda_not_computed.restype = ctypes.c_char_p
 # kernels of graphs, for good: a graph may be replayed until the process ends
 _recorded: list[Any] = []
-# what kernels raised: a launch cannot
+# what kernels raised: a launch cannot, so `every_kernel_is_computed` does
 failures: list[str] = []
 
 
