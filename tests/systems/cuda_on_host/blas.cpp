@@ -1,4 +1,4 @@
-// cuBLAS: each product is one kernel.
+// cuBLAS: each product is one kernel. Of cuDNN, which version it would be.
 #include "device.h"
 
 static thread_local std::map<void*, cudaStream_t> blas_streams;
@@ -54,3 +54,4 @@ API int cublasLtMatmul(void* h, void*, const void*, const void*, void*, const vo
   blas_streams[h] = s;
   return product(h);
 }
+API int cudnnGetProperty(int which, int* v) { *v = which == 0 ? 9 : which == 1 ? 19 : 0; return 0; }

@@ -78,6 +78,7 @@ inline thread_local int thread_tag;
 inline std::map<char*, std::pair<size_t, int>> memory;  // address -> (bytes, cudaMemoryType)
 inline size_t held = 0;
 const size_t TOTAL = (size_t)139 << 30;
+inline const char* device_name = getenv("CUDA_ON_HOST_NAME") ? getenv("CUDA_ON_HOST_NAME") : "CUDA on the host (an H200's figures)";
 inline std::unordered_map<const void*, std::string> names;
 inline std::unordered_map<void*, std::function<void()>> runs;  // what kernels do that are computed on the host
 inline bool is_loud = getenv("CUDA_ON_HOST_LOG") != nullptr;

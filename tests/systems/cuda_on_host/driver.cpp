@@ -1,11 +1,14 @@
 // What Triton calls, and cuda-bindings.
 #include "device.h"
+#include <elf.h>
+#include <fstream>
+#include <iterator>
 
 API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 API CUresult cuDriverGetVersion(int* v) { *v = 13000; return CUDA_SUCCESS; }
 API CUresult cuDeviceGet(CUdevice* d, int) { *d = 0; return CUDA_SUCCESS; }
 API CUresult cuDeviceGetCount(int* n) { *n = 1; return CUDA_SUCCESS; }
-API CUresult cuDeviceGetName(char* name, int n, CUdevice) { snprintf(name, n, "CUDA on the host"); return CUDA_SUCCESS; }
+API CUresult cuDeviceGetName(char* name, int n, CUdevice) { snprintf(name, n, "%s", device_name); return CUDA_SUCCESS; }
 API CUresult cuDeviceGetAttribute(int* v, CUdevice_attribute a, CUdevice) { *v = attribute(a); return CUDA_SUCCESS; }
 API CUresult cuCtxGetCurrent(CUcontext* c) { *c = (CUcontext)&legacy; return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
@@ -16,16 +19,64 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* c, CUdevice) { *c = (CUcontext)
 API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) { *flags = 0, *active = 1; return CUDA_SUCCESS; }
 API CUresult cuGetErrorString(CUresult e, const char** s) { *s = cudaGetErrorName((cudaError_t)e); return CUDA_SUCCESS; }
 API CUresult cuGetErrorName(CUresult e, const char** s) { *s = cudaGetErrorName((cudaError_t)e); return CUDA_SUCCESS; }
-API CUresult cuModuleLoadData(CUmodule* m, const void*) { *m = (CUmodule) new char; return CUDA_SUCCESS; }
-API CUresult cuModuleLoadDataEx(CUmodule* m, const void*, unsigned, CUjit_option*, void**) { *m = (CUmodule) new char; return CUDA_SUCCESS; }
+// a kernel's registers, and what it has of local memory: Inductor chooses by them
+struct Figures { int registers = 32, local = 0; };
+struct Module { std::map<std::string, Figures> kernels; };
+static std::map<CUfunction, Figures> figures;
+// machine code (ELF): the note .nv.info has a record (4, what, size; symbol, number) per figure and kernel
+static Module* read_module(const char* image) {
+  auto found = new Module;
+  auto head = (const Elf64_Ehdr*)image;
+  if (memcmp(image, ELFMAG, SELFMAG)) return found;
+  auto sections = (const Elf64_Shdr*)(image + head->e_shoff);
+  auto names_at = image + sections[head->e_shstrndx].sh_offset;
+  const Elf64_Shdr *info = nullptr, *symbols = nullptr;
+  for (int i = 0; i < head->e_shnum; i++) {
+    if (!strcmp(names_at + sections[i].sh_name, ".nv.info")) info = &sections[i];
+    if (sections[i].sh_type == SHT_SYMTAB) symbols = &sections[i];
+  }
+  if (!info || !symbols) return found;
+  auto symbol = (const Elf64_Sym*)(image + symbols->sh_offset);
+  auto texts = image + sections[symbols->sh_link].sh_offset;
+  auto data = (const unsigned char*)image + info->sh_offset, end = data + info->sh_size;
+  while (data + 4 <= end) {
+    unsigned short size = 0;
+    memcpy(&size, data + 2, 2);
+    if (data[0] != 4) { data += 4; continue; }
+    if (size == 8) {
+      unsigned pair[2];
+      memcpy(pair, data + 4, 8);
+      auto& kernel = found->kernels[texts + symbol[pair[0]].st_name];
+      if (data[1] == 0x2f) kernel.registers = pair[1];
+      if (data[1] == 0x11) kernel.local = pair[1];
+    }
+    data += 4 + size;
+  }
+  return found;
+}
+API CUresult cuModuleLoadData(CUmodule* m, const void* image) { *m = (CUmodule)read_module((const char*)image); return CUDA_SUCCESS; }
+API CUresult cuModuleLoadDataEx(CUmodule* m, const void* image, unsigned, CUjit_option*, void**) { return cuModuleLoadData(m, image); }
+API CUresult cuModuleLoad(CUmodule* m, const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string image((std::istreambuf_iterator<char>(file)), {});
+  if (image.size() < sizeof(Elf64_Ehdr)) return CUDA_ERROR_FILE_NOT_FOUND;
+  return cuModuleLoadData(m, image.data());
+}
 API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
-API CUresult cuModuleGetFunction(CUfunction* f, CUmodule, const char* name) {
+API CUresult cuModuleGetFunction(CUfunction* f, CUmodule m, const char* name) {
   std::lock_guard<std::recursive_mutex> g(lock);
   *f = (CUfunction) new char;
+  if (auto found = ((Module*)m)->kernels.find(name); found != ((Module*)m)->kernels.end()) figures[*f] = found->second;
   names[*f] = name;
   return CUDA_SUCCESS;
 }
-API CUresult cuFuncGetAttribute(int* v, CUfunction_attribute a, CUfunction) { *v = a == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : a == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0; return CUDA_SUCCESS; }
+API CUresult cuFuncGetAttribute(int* v, CUfunction_attribute a, CUfunction f) {
+  std::lock_guard<std::recursive_mutex> g(lock);
+  auto found = figures.find(f);
+  auto its = found == figures.end() ? Figures() : found->second;
+  *v = a == CU_FUNC_ATTRIBUTE_NUM_REGS ? its.registers : a == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? its.local : a == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return CUDA_SUCCESS;
+}
 API CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 API CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 API CUresult cuOccupancyMaxActiveClusters(int* n, CUfunction, const CUlaunchConfig*) { *n = 16; return CUDA_SUCCESS; }

@@ -32,7 +32,7 @@ API cudaError_t cudaRuntimeGetVersion(int* v) { *v = 13000; return cudaSuccess; 
 API cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) { *v = attribute(a); return cudaSuccess; }
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "CUDA on the host (an H200's figures)");
+  snprintf(p->name, sizeof p->name, "%s", device_name);
   p->totalGlobalMem = TOTAL, p->sharedMemPerBlock = 49152, p->regsPerBlock = 65536, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
