@@ -30,7 +30,7 @@ struct torch {
     void *list, *tuple; /* their classes */
     int64_t type_at, count_at, list_at, tuple_at; /* of any object, of either, of the first item's: list_at has a pointer to it */
     int64_t flag_at, tensor_at; /* of a tensor's object; flag_at: a byte that is zero where its tensor is its own; negative: none */
-    int64_t storage_at, offset_at, data_at; /* of a tensor, of a tensor, of a storage */
+    int64_t storage_at, offset_at, data_at, bytes_at; /* of a tensor, of a tensor, of a storage, of a storage */
 };
 
 /* an argument as it was; num_dims: how many sizes and strides follow in `lie`, sizes first; negative: it may lie, and be, what it likes */
@@ -42,7 +42,9 @@ struct argument {
     int32_t facts[3];
 };
 
-/* where an argument was; data: of its storage, null where that is not enough to know. There are hundreds: it is small. */
+/* where an argument was; data: of its storage, null where that is not enough to know; offset: in its storage. Of one that fills its
+ * storage, -1 - the storage's bytes: one of its sizes and strides lies nowhere else in as many, and its offset, which is further off in
+ * memory, need not be looked at. There are hundreds: it is small. */
 struct place {
     int64_t number;
     void *type, *data;
@@ -157,7 +159,7 @@ static int are_there(const struct fit *fit, const void *args, int64_t first, int
         if (!is_plain(torch, objects[i], places[i].type)) return 0;
         tensors[i] = *(char **)(objects[i] + torch->tensor_at);
         __builtin_prefetch(tensors[i] + torch->storage_at);
-        __builtin_prefetch(tensors[i] + torch->offset_at);
+        if (places[i].offset >= 0) __builtin_prefetch(tensors[i] + torch->offset_at);
     }
     for (int64_t i = 0; i < count; i++) {
         storages[i] = *(char **)(tensors[i] + torch->storage_at);
@@ -166,7 +168,8 @@ static int are_there(const struct fit *fit, const void *args, int64_t first, int
     for (int64_t i = 0; i < count; i++) {
         const struct place *place = &places[i];
         int is_same = place->data && storages[i] && *(void **)(storages[i] + torch->data_at) == place->data &&
-                      *(int64_t *)(tensors[i] + torch->offset_at) == place->offset;
+                      (place->offset >= 0 ? *(int64_t *)(tensors[i] + torch->offset_at) == place->offset
+                                          : *(int64_t *)(storages[i] + torch->bytes_at) == -1 - place->offset);
         if (!is_same && (torch->address(objects[i] + torch->tensor_at, &found) || found != fit->addresses[first + i])) return 0;
     }
     return 1;

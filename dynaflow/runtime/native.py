@@ -37,7 +37,7 @@ _FACTS = ("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_
 
 
 # what is where: see `struct torch` in native.c
-_OFFSETS = ("type", "count", "list", "tuple", "flag", "tensor", "storage", "offset", "data")
+_OFFSETS = ("type", "count", "list", "tuple", "flag", "tensor", "storage", "offset", "data", "bytes")
 
 
 class Torch(ctypes.Structure):
@@ -143,8 +143,15 @@ class FitCheck:
 
 
 def _place(arg: torch.Tensor, number: int, is_read: bool) -> Place:
-    data = arg.untyped_storage().data_ptr() if arg.data_ptr() and is_read else 0
-    return Place(number, id(type(arg)), data, arg.storage_offset())
+    storage = arg.untyped_storage()
+    data = storage.data_ptr() if arg.data_ptr() and is_read else 0
+    fills = arg.layout == torch.strided and arg.numel() and _extent(arg) == storage.nbytes()
+    return Place(number, id(type(arg)), data, -1 - storage.nbytes() if fills else arg.storage_offset())
+
+
+def _extent(arg: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    return (1 + sum((size - 1) * step for size, step in zip(arg.shape, arg.stride()))) * arg.itemsize
 
 
 class Words:
@@ -263,7 +270,7 @@ def _offsets() -> dict[str, int]:
         "type": type_at, "tensor": tensor_at, "flag": _flag(objects, type_at, tensor_at), "count": count_at,
         "list": count_at + 8, "tuple": _where([id(t) for t in tuples], objects, 40),
         "storage": _where(inner, own[:-1], 64), "offset": _where(inner, [int(t.storage_offset()) for t in tensors], 176),
-        "data": _where(own, [s.data_ptr() for s in storages], 64),
+        "data": _where(own, [s.data_ptr() for s in storages], 64), "bytes": _where(own, [s.nbytes() for s in storages], 96),
     }  # fmt: skip
 
 

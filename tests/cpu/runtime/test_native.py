@@ -150,6 +150,34 @@ def test_tensors_are_found_in_their_objects():
         assert not check([]) and not check({0: tensor}) and not check(tensor), "what is no list of arguments is left to Python"
 
 
+def lies_in(tensor, storage, offset):
+    """The same tensor, elsewhere."""
+    tensor.data = torch.empty(0).set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def test_a_weight_that_fills_its_storage_moves_with_it_alone():
+    weight = torch.nn.Parameter(torch.randn(4, 6).t())
+    check, first, bytes_ = native.FitCheck(native.native(), [weight], [], [], [0]), weight.untyped_storage(), weight.untyped_storage().nbytes()
+    twice = torch._C._construct_storage_from_data_pointer(weight.data_ptr(), weight.device, 2 * bytes_)
+    lies_in(weight, twice, 24)
+    assert not check([weight]), "begins where it began, and the weight behind it"
+    lies_in(weight, twice, 0)
+    assert check([weight]), "another storage over the same memory"
+    lies_in(weight, torch.randn(24).untyped_storage(), 0)
+    assert not check([weight])
+    lies_in(weight, first, 0)
+    assert check([weight])
+
+
+@pytest.mark.parametrize("shape, stride", [((3, 4), (4, 0)), ((3,), (1,)), ((2, 2), (8, 1)), ((), ())])
+def test_one_that_does_not_fill_its_storage_is_known_by_its_offset(shape, stride):
+    weight = torch.empty(0).set_(torch.randn(40).untyped_storage(), 4, shape, stride)
+    check = native.FitCheck(native.native(), [weight], [], [], [0])
+    assert check([weight])
+    lies_in(weight, weight.untyped_storage(), 5)
+    assert not check([weight])
+
+
 @pytest.mark.parametrize("written", [(), (0,)])
 def test_memory_that_is_shared_until_it_is_written_to(written):
     """A lazy clone of a weight leaves it where it is; what is written to moves, if not before."""
