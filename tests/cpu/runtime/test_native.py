@@ -157,8 +157,8 @@ def lies_in(tensor, storage, offset):
 
 def test_a_weight_that_fills_its_storage_moves_with_it_alone():
     weight = torch.nn.Parameter(torch.randn(4, 6).t())
-    check, first, bytes_ = native.FitCheck(native.native(), [weight], [], [], [0]), weight.untyped_storage(), weight.untyped_storage().nbytes()
-    twice = torch._C._construct_storage_from_data_pointer(weight.data_ptr(), weight.device, 2 * bytes_)
+    check, first = native.FitCheck(native.native(), [weight], [], [], [0]), weight.untyped_storage()
+    twice = torch._C._construct_storage_from_data_pointer(weight.data_ptr(), weight.device, 2 * first.nbytes())
     lies_in(weight, twice, 24)
     assert not check([weight]), "begins where it began, and the weight behind it"
     lies_in(weight, twice, 0)
