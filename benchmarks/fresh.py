@@ -1,9 +1,9 @@
 """Time to the first result, in fresh processes with fresh caches on disk.
 
 A child builds the model and runs it once eagerly (libraries load), waits until it is its turn, then times: compile, first call,
-synchronise. Cold: the caches' folder is empty. Warm: the same folder again, in a new process, a few times: it is seconds, and one of
-them says little. Children start side by side, and what is
-timed has the machine to itself, or with those that it is compared to.
+synchronise. Cold: the caches' folder is empty, and those that are compared compile side by side. Warm: the same folder again, in new
+processes, a few times, since it is seconds and one of them says little: each has the machine to itself while it is timed. Children load
+side by side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +103,17 @@ def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]]) -> 
                     child.end()
 
 
-def cold_and_warm(suite: str, wishes: Mapping[str, Mapping[str, Any]]) -> dict[str, Result]:
-    """variant -> its child's wish to variant -> {"cold": ..., "warm": ...}, of the warm ones the median. Variants run side by side:
-    what disturbs one disturbs all."""
+def cold_and_warm(suite: str, wishes: Mapping[str, Mapping[str, Any]], once: Collection[str] = ()) -> dict[str, Result]:
+    """variant -> its child's wish to variant -> {"cold": ..., "warm": ...}, of the warm ones the median. Cold, variants run side by side:
+    what disturbs one disturbs all. `once`: variants that start warm once only."""
     with tempfile.TemporaryDirectory() as folder:
-        each = [(suite, wish, Path(folder) / name.replace(" ", "-")) for name, wish in wishes.items()]
-        cold, *warm = in_turns([each] * (1 + NUM_WARM))
-    return {name: {"cold": c, "warm": _median(w)} for name, c, *w in zip(wishes, cold, *warm)}
+        each = {name: (suite, wish, Path(folder) / name.replace(" ", "-")) for name, wish in wishes.items()}
+        names = [name for k in range(NUM_WARM) for name in wishes if not k or name not in once]
+        cold, *warm = in_turns([list(each.values()), *([each[name]] for name in names)])
+    found: dict[str, list[Result]] = {name: [] for name in wishes}
+    for name, (result,) in zip(names, warm):
+        found[name].append(result)
+    return {name: {"cold": c, "warm": _median(found[name])} for name, c in zip(wishes, cold)}
 
 
 def _median(results: Sequence[Result]) -> Result:

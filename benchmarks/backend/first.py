@@ -25,7 +25,8 @@ LAYERED = "per layer, two streams"
 
 def first_section(row: Row, tiny: bool, device: str, options: dict[str, Any], variants: tuple[str, ...] = ()) -> Result:
     names = [n for n in variants or (COMPILE, OURS, COMPILE_DYNAMIC, SPLITS[2][0]) if n in (OURS, COMPILE) or row.batch >= 2]
-    found = fresh.cold_and_warm("backend", {name: _wish(row.name, name, tiny, device, options) for name in names})
+    wishes = {name: _wish(row.name, name, tiny, device, options) for name in names}
+    found = fresh.cold_and_warm("backend", wishes, once=(COMPILE_DYNAMIC,))
     targets = []
     for name in names:
         if name in (COMPILE, COMPILE_DYNAMIC):

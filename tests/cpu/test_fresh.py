@@ -33,12 +33,12 @@ def children(monkeypatch, log):
 
 def test_those_of_a_turn_begin_together_and_after_the_turn_before(monkeypatch, tmp_path):
     log = tmp_path / "log"
-    found = fresh.cold_and_warm("toy", children(monkeypatch, log))
+    found = fresh.cold_and_warm("toy", children(monkeypatch, log), once=["theirs"])
     assert {name: [each[when]["is_warm"] for when in ("cold", "warm")] for name, each in found.items()} == {
         "theirs": [False, True], "ours": [False, True]}  # fmt: skip
-    words = log.read_text().split()
-    turns = [words[i : i + 4] for i in range(0, len(words), 4)]
-    assert [turn.count("end") for turn in turns] == [2] * (1 + fresh.NUM_WARM), "nothing is timed beside another turn"
+    cold, warm = (text.split() for text in (log.read_text()[: 2 * len("begin end ")], log.read_text()[2 * len("begin end ") :]))
+    assert sorted(cold) == ["begin", "begin", "end", "end"], "nothing is timed beside another turn"
+    assert warm == ["begin", "end"] * (1 + fresh.NUM_WARM), "each warm start is alone"
 
 
 def test_the_warm_start_is_the_median_of_some_and_fails_where_one_does():
