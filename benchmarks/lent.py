@@ -9,14 +9,16 @@ Steps run in the order given. A step that fails stops nothing, unless it ends wi
     SUITE ...       python -m benchmarks.SUITE ... --json OUT/SUITE-k.json; with "&" between them, several at once: they take turns
     caches          what was compiled, for the next call: OUT/caches.*
 
-`--bundles` is a folder of *.tar.xz with packages that the machine lacks, `--caches` one with what an earlier call left, `--commit` what
-stands in the results. Everything that is unpacked or compiled lies in the temporary folder, for as long as the machine is kept.
+`--bundles` is a folder of *.tar.xz with packages that the machine lacks, `--caches` one with what an earlier call left or
+`benchmarks.ahead` packed (it may be given several times), `--commit` what stands in the results. Everything that is unpacked or compiled
+lies in the temporary folder, for as long as the machine is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import configparser
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -25,6 +27,7 @@ import tarfile
 import tempfile
 import time
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,8 +50,8 @@ class Lent:
         packages.mkdir(parents=True, exist_ok=True)
         if not self.caches.exists():
             self.caches.mkdir()
-            if args.caches is not None:
-                self._unpack_caches(sorted(args.caches.glob("caches.*")))
+            for folder in args.caches:
+                self._unpack_caches(sorted(folder.glob("caches.*")))
         for bundle in sorted(args.bundles.glob("*.tar.xz")) if args.bundles is not None else ():
             if not (done := WORK / f"{bundle.name}.done").exists():
                 with tarfile.open(bundle) as tar:
@@ -56,11 +59,11 @@ class Lent:
                 done.touch()
         _register(packages)
         path = [str(ROOT), str(packages), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self.env = os.environ | {
+        self.env = compiler_by_name(os.environ) | {
             "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"), "TRITON_CACHE_DIR": str(self.caches / "triton"),
             "DYNAFLOW_DIR": str(self.caches / "dynaflow"),
-        } | ({"DYNAFLOW_COMMIT": args.commit} if args.commit else {})  # fmt: skip
+        } | _ptxas() | ({"DYNAFLOW_COMMIT": args.commit} if args.commit else {})  # fmt: skip
         self._number = 0
 
     def step(self, text: str) -> bool:
@@ -120,6 +123,13 @@ class Lent:
             tar.extractall(self.caches, filter="tar")
 
 
+def _ptxas() -> dict[str, str]:
+    """torch's own, which Inductor takes anyway: named from the start, it stands in all keys of kernels (`benchmarks.ahead.host`)."""
+    found = importlib.util.find_spec("torch")
+    path = Path(found.origin).parent / "bin" / "ptxas" if found is not None and found.origin is not None else None
+    return {"TRITON_PTXAS_PATH": str(path)} if path is not None and path.exists() else {}
+
+
 def _register(packages: Path) -> None:
     """What pip would write down of DynaFlow, so that vLLM and Dynamo find it: the tree itself is run, and nothing is installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -130,6 +140,13 @@ def _register(packages: Path) -> None:
     points.read_dict(project["entry-points"])
     with (folder / "entry_points.txt").open("w") as file:
         points.write(file)
+
+
+def compiler_by_name(environ: Mapping[str, str]) -> dict[str, str]:
+    """The C++ compiler is called what it is called elsewhere, wherever it lies: the name is part of the keys of all that Inductor keeps."""
+    compiler = Path(environ.get("CXX", "g++"))
+    folders = [str(compiler.parent)] if compiler.is_absolute() else []
+    return {**environ, "CXX": compiler.name, "PATH": os.pathsep.join(filter(None, [*folders, environ.get("PATH", "")]))}
 
 
 def side_by_side() -> dict[str, tuple[str, ...]]:
@@ -144,7 +161,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundles", type=Path)
-    parser.add_argument("--caches", type=Path)
+    parser.add_argument("--caches", type=Path, action="append", default=[])
     parser.add_argument("--commit", default="")
     parser.add_argument("--tests-limit-s", type=float, default=150.0)
     args = parser.parse_args()

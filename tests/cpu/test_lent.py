@@ -14,7 +14,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(lent, "WORK", tmp_path / "work")
 
     def make(**options):
-        args = {"out": tmp_path / "out", "bundles": None, "caches": None, "commit": "abc", "tests_limit_s": 60.0}
+        args = {"out": tmp_path / "out", "bundles": None, "caches": [], "commit": "abc", "tests_limit_s": 60.0}
         return lent.Lent(argparse.Namespace(**args | options))
 
     return make
@@ -61,9 +61,22 @@ def test_caches_come_back_in_the_next_call(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(lent, "PIECE", 64)
     assert here.step("caches")
     assert len(list((tmp_path / "out").glob("caches.*"))) > 1
+    (here.caches / "inductor" / "kernel.py").rename(here.caches / "inductor" / "other.py")
+    here.out = tmp_path / "second"
+    here.out.mkdir()
+    assert here.step("caches")
     monkeypatch.setattr(lent, "WORK", tmp_path / "another")
-    again = machine(caches=tmp_path / "out")
+    again = machine(caches=[tmp_path / "out", tmp_path / "second"])
+    assert {file.name for file in (again.caches / "inductor").iterdir()} == {"kernel.py", "other.py"}
     assert (again.caches / "inductor" / "kernel.py").read_text() == "compiled" * 1000
+
+
+COMPILERS = [({"CXX": "/opt/tools/g++-14"}, "g++-14", "/opt/tools:/bin"), ({"CXX": "clang++"}, "clang++", "/bin"), ({}, "g++", "/bin")]
+
+
+@pytest.mark.parametrize("given, name, path", COMPILERS)
+def test_the_compiler_is_called_the_same_wherever_it_lies(given, name, path):
+    assert lent.compiler_by_name({"PATH": "/bin", "HOME": "/h"} | given) == {"PATH": path, "CXX": name, "HOME": "/h"}
 
 
 def test_a_step_that_must_go_well_stops_the_others(monkeypatch, tmp_path, capsys):
