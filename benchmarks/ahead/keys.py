@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,6 +38,33 @@ def differences(here: Any, there: Any, at: str = "") -> Iterator[str]:
             yield from differences(*both, f"{at}[{i}]")
     elif here != there:
         yield f"{at}: {here!r} is not {there!r}"
+
+
+# what has to be equal for anything to be found; of the settings, all but those that keys leave out
+DECISIVE = (
+    "torch.key", "triton.key", "triton.environment", "triton.target", "system.hash", "device.inductor", "attention",
+    "settings.inductor",
+)  # fmt: skip
+# the C++ compiler, which `benchmarks.lent` calls by its name alone
+NAMED = "settings.inductor.cpp.cxx"
+
+
+class OtherKeys(ValueError):
+    """What is compiled here would not be found there."""
+
+
+def decisive(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    return [line for line in differences(here, there) if line.startswith(DECISIVE) and not line.startswith(NAMED)]
+
+
+def refuse(here: dict[str, Any], there: dict[str, Any]) -> None:
+    if found := decisive(here, there):
+        raise OtherKeys("what is compiled here would not be found there:\n  " + "\n  ".join(line[:300] for line in found[:10]))
+
+
+def slug(row: str) -> str:
+    """A row's name as part of a folder's."""
+    return re.sub(r"[^a-z0-9_]+", "-", row.lower()).strip("-")
 
 
 def keys() -> dict[str, Any]:
@@ -74,8 +102,9 @@ def _torch() -> dict[str, Any]:
     import torch
     from torch._inductor.codecache import torch_key
 
-    root, left_out = Path(torch.__file__).parent, ("lib", "bin", "include", "share", "test")
+    root, left_out = Path(torch.__file__).parent, ("lib", "bin", "include", "share", "test", "__pycache__")
     return {"version": torch.__version__, "git": torch.version.git_version, "cuda": torch.version.cuda, "key": torch_key().hex(),
+            "ptxas": hashlib.sha256((root / "bin" / "ptxas").read_bytes()).hexdigest()[:16],
             "parts": {part.name: _digest_of(part) for part in sorted(root.iterdir()) if part.name not in left_out}}  # fmt: skip
 
 

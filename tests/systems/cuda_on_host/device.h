@@ -182,7 +182,7 @@ inline int attribute(int a) {
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
     case cudaDevAttrClockRate: return 1980000;
     case cudaDevAttrMemoryClockRate: return 3201000;
-    case cudaDevAttrGlobalMemoryBusWidth: return 6144;
+    case cudaDevAttrGlobalMemoryBusWidth: return 6016;
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
     case cudaDevAttrUnifiedAddressing: case cudaDevAttrConcurrentKernels: case cudaDevAttrCooperativeLaunch: return 1;
     case cudaDevAttrL2CacheSize: return 62914560;

@@ -409,5 +409,8 @@ def every_kernel_is_computed() -> Iterator[None]:
 
 
 _ops = torch.library.Library("aten", "IMPL")
-_install_ops(_ops)
-_install_triton()
+
+
+def pytest_configure() -> None:
+    _install_ops(_ops)
+    _install_triton()

@@ -25,7 +25,7 @@ _VERSIONS = {"cudnnGetVersion": 91900, "cudnnGetCudartVersion": 13000}
 def build(where: Path) -> dict[str, str]:
     """Make it there; the environment of processes under it."""
     where.mkdir(parents=True, exist_ok=True)
-    torch_libraries = sorted((_package("torch") / "lib").glob("*.so*"))
+    torch_libraries = sorted((package("torch") / "lib").glob("*.so*"))
     ours = where / "ours.o"
     _run("g++", "-O1", "-std=c++17", "-fPIC", "-r", "-nostdlib", "-o", ours, *sorted(SOURCES.glob("*.cpp")), *_includes())
     rest = where / "rest.s"
@@ -51,10 +51,10 @@ def build(where: Path) -> dict[str, str]:
 def _includes() -> list[str]:
     """The headers of torch's CUDA; Triton has those that are missing there."""
     nvidia = next(Path(p) for p in importlib.util.find_spec("nvidia").submodule_search_locations)  # type: ignore[union-attr]
-    return [f"-I{nvidia / 'cu13' / 'include'}", f"-I{_package('triton') / 'backends' / 'nvidia' / 'include'}"]
+    return [f"-I{nvidia / 'cu13' / 'include'}", f"-I{package('triton') / 'backends' / 'nvidia' / 'include'}"]
 
 
-def _package(name: str) -> Path:
+def package(name: str) -> Path:
     found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None, f"{name} is not installed"
     return Path(found.origin).parent

@@ -38,7 +38,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->major = 9, p->minor = 0, p->multiProcessorCount = 132, p->concurrentKernels = 1, p->asyncEngineCount = 3, p->unifiedAddressing = 1;
   p->l2CacheSize = 62914560, p->maxThreadsPerMultiProcessor = 2048, p->sharedMemPerMultiprocessor = 233472, p->regsPerMultiprocessor = 65536;
-  p->sharedMemPerBlockOptin = 232448, p->memoryBusWidth = 6144, p->maxBlocksPerMultiProcessor = 32, p->cooperativeLaunch = 1, p->totalConstMem = 65536;
+  p->sharedMemPerBlockOptin = 232448, p->memoryBusWidth = 6016, p->maxBlocksPerMultiProcessor = 32, p->cooperativeLaunch = 1, p->totalConstMem = 65536;
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 0; return cudaSuccess; }
