@@ -6,7 +6,8 @@
     python -m benchmarks.ahead --keys > KEYS                    what the caches' keys are made of, here and on the machine with the GPU
     python -m benchmarks.ahead --differences HERE THERE         where two such files differ; 1 where what was compiled is not found
 
-`--there KEYS`, of the machine with the GPU, has --suite and --pack refuse where keys differ. The interpreter is the one of
+`--measured FOLDER`, of caches that came back from the GPU, takes what it measured of products (to pad them, or not): else both ways are
+compiled. `--there KEYS`, of the machine with the GPU, has --suite and --pack refuse where keys differ. The interpreter is the one of
 `make build/systems/ahead/stamp` (systems/ahead.txt). What was compiled for a row lies in build/ahead/caches/SUITE.ROW.
 """
 
@@ -25,6 +26,7 @@ from benchmarks.ahead import host, kept, keys
 
 ROOT = host.ROOT
 WHERE = ROOT / "build" / "ahead"
+MEASURED = WHERE / "measured.json"
 
 
 def main() -> int:
@@ -47,6 +49,11 @@ def main() -> int:
         return 0
     if args.there is not None:
         keys.refuse(keys.keys(), json.loads(args.there.read_text()))
+    if args.measured:
+        MEASURED.parent.mkdir(parents=True, exist_ok=True)
+        if (measured := kept.measured_in(args.measured)) is None:
+            raise kept.NotCaches(f"nothing was measured of products in {', '.join(map(str, args.measured))}")
+        MEASURED.write_text(json.dumps(measured))
     if args.verify is not None:
         return _verify(args)
     if args.pack is not None:
@@ -57,7 +64,7 @@ def main() -> int:
 def _compile(args: argparse.Namespace) -> int:
     is_good = True
     for row in _rows(args):
-        wish = {"suite": args.suite, "row": row, "variants": [v for v in args.variants.split(",") if v], "padding": False}
+        wish = {"suite": args.suite, "row": row, "variants": [v for v in args.variants.split(",") if v]}
         found = _child(wish, folder_of(args.suite, row))
         if found is not None and found["choices"]["padding"] and not found["choices"]["algorithm"]:
             # a product that a GPU would try with padding and without: both ways, for either is found by what it makes of the graph
@@ -69,9 +76,10 @@ def _compile(args: argparse.Namespace) -> int:
 def _pack(args: argparse.Namespace) -> int:
     folders = [folder_of(args.suite, row) for row in _rows(args)] if args.suite else sorted((WHERE / "caches").glob("*.*"))
     folders = [folder for folder in folders if folder.exists()]
+    measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else None
     for folder in folders:
         print(f"{kept.num_bytes(folder) / 2**20:7.2f} MiB  {folder.name}", flush=True)
-    print(f"{kept.pack(folders, args.pack) / 2**20:7.2f} MiB  {args.pack}")
+    print(f"{kept.pack(folders, args.pack, measured=measured) / 2**20:7.2f} MiB  {args.pack}")
     return 0
 
 
@@ -94,6 +102,8 @@ def is_warm(found: dict[str, Any]) -> bool:
 def _child(wish: dict[str, Any], caches: Path) -> dict[str, Any] | None:
     """What it says; None where it failed. Its log lies in build/ahead."""
     caches.mkdir(parents=True, exist_ok=True)
+    if MEASURED.exists():
+        wish = wish | {"measured": str(MEASURED)}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.ahead", "--child", json.dumps(wish)]
     log = WHERE / f"{wish['suite']}.{keys.slug(wish['row'])}.log"
     with log.open("w") as file:
@@ -129,6 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--variants", default="", help="comma-separated variants; those that the suite's warm phase builds")
     parser.add_argument("--pack", type=Path, metavar="FOLDER")
     parser.add_argument("--verify", type=Path, metavar="FOLDER")
+    parser.add_argument("--measured", type=Path, action="append", default=[], metavar="FOLDER")
     parser.add_argument("--there", type=Path, metavar="KEYS")
     parser.add_argument("--keys", action="store_true")
     parser.add_argument("--differences", nargs=2, type=Path, metavar=("HERE", "THERE"))

@@ -5,7 +5,9 @@ Contract: only what another machine finds by a key that it makes itself, and not
 1. Inductor's graphs (`fxgraph`), AOT's (`aotautograd`) and DynaFlow's units (`dynaflow`). Kernels of Triton's lie in them.
 2. Triton's own folders where no graph has the kernel (max-autotune's candidates): machine code and what is said of it. The list of a
    folder's files names them by their whole path: it is written anew for where they will lie.
-3. Left out: chosen configurations (*.best_config), measured products (`cache`), shared libraries, text that is written when loaded.
+3. What the GPU measured of products (`measured_in`), out of caches that came back from there.
+4. Left out: chosen configurations (*.best_config), products that were measured here (`cache`), shared libraries, text that is written
+   when a graph is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import lzma
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lent import PIECE, WORK
 
@@ -25,6 +28,8 @@ CODE = (".cubin", ".json")
 THERE = WORK / "caches"
 # bytes of which two copies are found to be the same
 WINDOW = 1 << 26
+# {"system": what it was measured on, "cache": {Inductor's name of a product: what was found}}
+Measured = dict[str, Any]
 
 
 class NotCaches(ValueError):
@@ -43,12 +48,12 @@ def files(caches: Path, there: Path = THERE) -> Iterator[tuple[str, bytes]]:
         yield from _kernel(caches / "triton" / name, there / "triton" / name, f"triton/{name}")
 
 
-def pack(folders: Iterable[Path], out: Path, there: Path = THERE) -> int:
+def pack(folders: Iterable[Path], out: Path, there: Path = THERE, measured: Measured | None = None) -> int:
     """All of them together, into OUT/caches.*; the bytes. What lay there is replaced."""
-    found: dict[str, bytes] = {}
+    found = {} if measured is None else {f"inductor/cache/{measured['system']['hash']}": json.dumps(measured).encode()}
     for folder in folders:
         found |= dict(files(folder, there))
-    if not found:
+    if len(found) == (measured is not None):
         raise NotCaches("nothing was compiled in these folders: python -m benchmarks.ahead --suite ... fills them")
     data = _archive(found)
     out.mkdir(parents=True, exist_ok=True)
@@ -61,9 +66,30 @@ def pack(folders: Iterable[Path], out: Path, there: Path = THERE) -> int:
 
 def unpack(pieces: Path, caches: Path) -> None:
     """As `benchmarks.lent` does."""
-    whole = b"".join(piece.read_bytes() for piece in sorted(pieces.glob("caches.*")))
-    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(_whole(pieces))) as tar:
         tar.extractall(caches, filter="tar")
+
+
+def measured_in(folders: Iterable[Path]) -> Measured | None:
+    """What a GPU measured of products, in caches that `benchmarks.lent` packed there; the last folder has the last word."""
+    found: Measured | None = None
+    for folder in folders:
+        with tarfile.open(fileobj=io.BytesIO(_whole(folder))) as tar:
+            for member in tar:
+                name = Path(member.name)
+                if member.isfile() and name.parts[-3:-1] == ("inductor", "cache"):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    new = json.load(file)
+                    is_same = found is not None and found["system"] == new["system"]
+                    found = {**new, "cache": {**(found["cache"] if is_same and found else {}), **new["cache"]}}
+    return found
+
+
+def _whole(pieces: Path) -> bytes:
+    if not (paths := sorted(pieces.glob("caches.*"))):
+        raise NotCaches(f"{pieces} has no caches.*")
+    return b"".join(path.read_bytes() for path in paths)
 
 
 def num_bytes(folder: Path) -> int:

@@ -31,8 +31,9 @@ _PLAIN = {*on_host._NO_KERNEL, "_fused_sdp_choice"} - {"_local_scalar_dense"}
 _WRITERS = "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_".split()
 # what was decided that a GPU would have measured: the way of padding a product; an algorithm
 choices: dict[str, list[str]] = {"padding": [], "algorithm": []}
-# how products are padded where that would be measured
+# how products are padded where that would be measured, and was not: `measured` has what the GPU found, by Inductor's own name of the case
 is_padding = False
+measured: dict[str, Any] = {}
 
 
 class Unknown(RuntimeError):
@@ -175,6 +176,9 @@ def _should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, inp
     m, k = mat1.shape[-2:]
     if not pad_mm.is_mm_compute_bound(m, k, mat2.shape[-1], mat1.dtype):
         return False
+    name = pad_mm.should_pad_bench_key(match, mat1, mat2, op, input)
+    if isinstance(measured.get(name), bool):
+        return measured[name]
     choices["padding"].append(f"{op} {tuple(mat1.shape)} {tuple(mat2.shape)}")
     return is_padding
 

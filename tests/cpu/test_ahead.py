@@ -1,6 +1,7 @@
 """benchmarks.ahead: what is kept of caches, how it travels, and which keys must be equal (the rest: tests/systems/test_ahead.py)."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,29 @@ def test_several_folders_are_one_archive(caches: Path, tmp_path: Path) -> None:
 def test_rejects_folders_without_anything(tmp_path: Path) -> None:
     with pytest.raises(kept.NotCaches, match="nothing was compiled"):
         kept.pack([tmp_path], tmp_path / "out")
+
+
+def _returned(folder: Path, cache: dict) -> Path:
+    """Caches as `benchmarks.lent` packs them on the machine with the GPU."""
+    made = folder / "all" / "inductor" / "cache" / "abc"
+    made.parent.mkdir(parents=True)
+    made.write_text(json.dumps({"system": {"hash": "abc"}, "cache": cache}))
+    with tarfile.open(folder / "caches.00", "w:xz") as tar:
+        tar.add(folder / "all", arcname=".")
+    return folder
+
+
+def test_what_the_gpu_measured_goes_back_to_it(caches: Path, tmp_path: Path) -> None:
+    measured = kept.measured_in([_returned(tmp_path / "a", {"x": True, "y": 1.0}), _returned(tmp_path / "b", {"x": False})])
+    assert measured == {"system": {"hash": "abc"}, "cache": {"x": False, "y": 1.0}}
+    kept.pack([caches], tmp_path / "out", measured=measured)
+    kept.unpack(tmp_path / "out", tmp_path / "there")
+    assert json.loads((tmp_path / "there" / "inductor" / "cache" / "abc").read_text()) == measured
+
+
+def test_rejects_folders_that_lent_did_not_fill(tmp_path: Path) -> None:
+    with pytest.raises(kept.NotCaches, match=r"caches\.\*"):
+        kept.measured_in([tmp_path])
 
 
 HERE = {
