@@ -18,6 +18,8 @@ class Cost:
     us: float
     # share of the device that it fills meanwhile; 1: nothing fits beside it; two of 0.5 run side by side at full speed
     share: float = 1.0
+    # what the allocator holds for a stream on which it has run, for what it allocates itself
+    held_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.us < float("inf") and 0 <= self.share <= 1):
@@ -30,7 +32,7 @@ class Cost:
 
     def of(self, part: Part) -> Cost:
         """The cost of a part, by its rows."""
-        return self if part.is_whole else Cost(self.us * (part.hi - part.lo) / part.of, self.share)
+        return self if part.is_whole else Cost(self.us * (part.hi - part.lo) / part.of, self.share, self.held_bytes)
 
 
 Costs = Mapping[str, Cost]

@@ -98,6 +98,8 @@ class CudaClock:
     """A kernel alone, several times in a row in one recording; then n rows side by side. Where those take as long as one, it fills 1/n
     of the device or less; where they take n times as long, all of it.
 
+    The first time, it runs in memory of its own: what the allocator holds for it then, it holds for every stream that it runs on.
+
     What has a workspace runs on streams that may have one: each keeps 32 MiB for good. Nor may two of its rows share a workspace: where a
     product's parts take turns, they wait for counters there, for ever if another product resets those. Where there is room for few, two
     rows it is, which have one anyway: launches on the current stream, and a recording.
@@ -115,24 +117,37 @@ class CudaClock:
         self._pool = Pool()
 
     def cost(self, launch: Callable[[], Any], has_workspace: bool = False, is_alone: bool = False) -> Cost:
+        launch()  # kernels load, libraries make their workspaces
+        held_bytes = self._held_bytes(launch)
+        us, share = self._us_and_share(launch, has_workspace, is_alone)
+        return Cost(us, share, held_bytes)
+
+    def _us_and_share(self, launch: Callable[[], Any], has_workspace: bool, is_alone: bool) -> tuple[float, float]:
         def row() -> None:
             for _ in range(NUM_IN_A_ROW):
                 launch()
 
-        launch()  # kernels load, libraries make their workspaces
         if has_workspace:
             make_workspace(capture_stream(self._device), is_recorded=True)
         recorded = as_replay(self._pool, self._device, row)
         alone = self._us([recorded])
         if alone <= 0:
-            return Cost(alone, 1.0)
+            return alone, 1.0
         if is_alone:  # taken to fill little: what is tried for that is measured then
-            return Cost(alone, 1 / NUM_ROWS)
+            return alone, 1 / NUM_ROWS
         sides = self._sides_for_products() if has_workspace else self._side
         if sides:
             share = self._us([as_replay(self._pool, self._device, lambda: self._in_rows(row, sides))]) / alone / (1 + len(sides))
-            return Cost(alone, min(max(share, 0.0), 1.0))
-        return Cost(alone, _share(self._us([row, recorded]) / alone / 2, 1 / NUM_ROWS))
+            return alone, min(max(share, 0.0), 1.0)
+        return alone, _share(self._us([row, recorded]) / alone / 2, 1 / NUM_ROWS)
+
+    def _held_bytes(self, launch: Callable[[], Any]) -> int:
+        """Segments of the allocator's, the smallest of which have 2 and 20 MiB."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # it knows no memory of one's own
+        with torch.cuda.device(self._device), torch.cuda.use_mem_pool(pool := torch.cuda.MemPool()):
+            launch()
+        return sum(segment["total_size"] for segment in pool.snapshot())
 
     def _sides_for_products(self) -> list[torch.cuda.Stream]:
         """Asked for once, with the first product."""

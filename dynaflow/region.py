@@ -58,7 +58,7 @@ MAX_CASES = 16
 # sizes that differ by less than this factor run as was found best for the first of them
 NEAR = 2.0
 # what a choice on disk was made by: another number where memory is counted otherwise
-COUNTED = 2
+COUNTED = 3
 
 # all regions of the process, for those who want to know what was chosen
 living: WeakSet[Region] = WeakSet()
@@ -300,7 +300,7 @@ class Case:
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
-            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory).take(bound):
+            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory, choice.costs).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice, self.bound = replace(choice, plan=str(plan)), bound
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)

@@ -18,14 +18,14 @@ import logging
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
 
 from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
-from dynaflow.ir import Plan, Stream
+from dynaflow.ir import CALLER, Plan, Stream
 from dynaflow.measure import MIN_GAIN, NUM_ROUNDS, Before, clock_for, compare, is_faster, measure_costs, num_lanes, same_random_numbers
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
@@ -48,13 +48,15 @@ log = logging.getLogger("dynaflow")
 NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
 # of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
 AS_FAST = 1.02
-# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more: the
-# allocator alone takes up to 20 MiB for each stream
-MAX_MEMORY, SPARE_BYTES = 1.25, 64 * 2**20
+# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more: what the
+# allocator asks for at a time, at least
+MAX_MEMORY, SPARE_BYTES = 1.25, 2 * 2**20
+SMALL_SEGMENT = SPARE_BYTES
 # streams with a workspace that measuring products is worth
 MIN_MEASURED = 3
-# products that take less than this share of the time stay on the caller's stream: others would each keep a workspace for them
-FEW_PRODUCTS = 0.1
+# products, and kernels that allocate, stay on the caller's stream where they take less than this share of the time: memory is kept for
+# every other stream that they run on
+FEW = 0.1
 # on the CPU: seconds that trying takes, about and at most; calls of a way where they are long; ways beside the plans: Inductor, one
 # stream, and the last two once more
 TRIALS_S, NUM_CALLS, NUM_OTHERS = 30.0, NUM_ROUNDS + 2, 4
@@ -85,7 +87,7 @@ class Choice:
         return f"{'a plan of the kernels' if self.plan else 'Inductor as it is'} ({why}{where})"
 
     def dump(self) -> str:
-        costs = {name: (cost.us, cost.share) for name, cost in self.costs.items()}
+        costs = {name: (cost.us, cost.share, cost.held_bytes) for name, cost in self.costs.items()}
         return json.dumps({"plan": self.plan, "times_us": dict(self.times_us), "costs": costs, "untried": self.untried})
 
     @staticmethod
@@ -99,22 +101,45 @@ class Room:
     """What plans of these kernels may hold, what the call is given included.
 
     Inductor's order has one workspace for its products. A plan has one more for every side stream that has some, and those are kept for
-    good: of plans that were tried before, too.
+    good: of plans that were tried before, too. What kernels allocate themselves, results or memory to work in, the allocator keeps for
+    each stream on its own, in segments: in Inductor's order results lie with all else.
     """
 
-    def __init__(self, args: Sequence[Any], serial: Bound, max_memory: float | None):
+    def __init__(self, args: Sequence[Any], serial: Bound, max_memory: float | None, costs: Costs | None = None):
         self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
+        self._serial, self._max_memory, self._products = serial, max_memory, serial.program.products or frozenset()
+        self._has_segments = device_of(args).type == "cuda"
         # side streams that have a workspace by now
         self._streams: frozenset[Stream] = frozenset()
-        self._products, held = serial.program.products or frozenset(), self.held(serial)
-        self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if max_memory is None else max_memory * held
+        self.learn(costs or {})
+
+    def learn(self, costs: Costs) -> None:
+        """What the allocator holds for kernels counts from now on."""
+        self._held_bytes = {name: cost.held_bytes for name, cost in costs.items() if cost.held_bytes}
+        held = self._sum(self._serial, frozenset())
+        self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if self._max_memory is None else self._max_memory * held
         # workspaces that there is room for, beside that of Inductor's order
         self.num_spare = int(max(0.0, self.limit - held) // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
 
     def held(self, bound: Bound) -> int:
         """With it, once it has run."""
-        num_workspaces = bool(bound.program.products) + len(self._streams | bound.product_streams)
-        return self._given_bytes + bound.peak_bytes + num_workspaces * self._workspace_bytes
+        return self._sum(bound, self._streams | bound.product_streams)
+
+    def _sum(self, bound: Bound, streams: Collection[Stream]) -> int:
+        num_workspaces = bool(bound.program.products) + len(streams)
+        return self._given_bytes + bound.peak_bytes + num_workspaces * self._workspace_bytes + self._kept_by_streams(bound)
+
+    def _kept_by_streams(self, bound: Bound) -> int:
+        """For what kernels allocate: per stream the most that one of them takes. On the caller's, results are part of the plan's peak."""
+        if not self._held_bytes:
+            return 0
+        most = {stream.name: SMALL_SEGMENT * self._has_segments for stream in bound.streams}
+        loose = set(bound.plan.loose)
+        for launch in bound.plan.launches:
+            for name, _ in launch.calls:
+                if launch.stream != CALLER or loose.isdisjoint(bound.program.flow.op(name).writes):
+                    most[launch.stream] = max(most.get(launch.stream, 0), self._held_bytes.get(name, 0))
+        return sum(most.values())
 
     def take(self, bound: Bound) -> bool:
         """Whether it may run; it is taken to, then."""
@@ -124,17 +149,31 @@ class Room:
         return True
 
     def make(self, streams: Sequence[Stream]) -> Sequence[Stream]:
-        """Those of them that get a workspace to measure products by: none where it would be few. One is left, for what has another
-        priority."""
-        made = streams[: self.num_spare - 1] if self.num_spare > MIN_MEASURED else ()
+        """Those of them that get a workspace to measure products by: none where it would be few. One is left for what has another
+        priority, and one for what the allocator keeps for streams."""
+        made = streams[: self.num_spare - 2] if self.num_spare > MIN_MEASURED else ()
         self._streams |= frozenset(made)
         return made
 
-    def confined(self, costs: Costs) -> Confined:
-        """Products, to as many streams as there is room for their workspaces, and as they are worth."""
-        total, mine = (sum(costs[name].us for name in names) for names in (costs, self._products))
-        num_streams = 1 if mine < FEW_PRODUCTS * total else 1 + self.num_spare
-        return Confined(self._products, num_streams)
+    def confined(self, costs: Costs) -> Iterator[Confined]:
+        """Products, and kernels that allocate, to as many streams as there is room for what is kept for them, and as they are worth; then,
+        for where that is too much together, one of the two to the caller's stream, and both."""
+        kept_for = ((self._products, self._workspace_bytes), self._allocating(costs))
+        groups = [(names, self._num_streams(costs, names, each_bytes)) for names, each_bytes in kept_for if names]
+        narrowed = (
+            tuple((names, 1 if k in to_one else count) for k, (names, count) in enumerate(groups)) for to_one in ((), (1,), (0,), (0, 1))
+        )
+        yield from map(Confined, dict.fromkeys(narrowed))
+
+    def _allocating(self, costs: Costs) -> tuple[frozenset[str], int]:
+        """Those that take more than the smallest segment, and the most that one of them takes."""
+        large = {name: cost.held_bytes for name, cost in costs.items() if cost.held_bytes > SMALL_SEGMENT and name not in self._products}
+        return frozenset(large), max(large.values(), default=0)
+
+    def _num_streams(self, costs: Costs, names: Collection[str], each_bytes: int) -> int:
+        if sum(costs[name].us for name in names) < FEW * sum(cost.us for cost in costs.values()):
+            return 1
+        return 1 + (int(max(0.0, self.limit - self._sum(self._serial, frozenset())) // each_bytes) if each_bytes else MAX_STREAMS)
 
 
 def in_order(kernels: Kernels) -> Plan:
@@ -173,6 +212,7 @@ class Trials:
                     return Choice("", {}, {}, untried="a call takes too long to be repeated")
             values = {name: self._given[i] for i, name in self._kernels.inputs}
             costs = measure_costs(self._serial, values, self._kernels.keys, self._clock)
+            self._room.learn(costs)
             bound, in_a_row = bound_us(flow, costs), sum(costs[op.name].us for op in flow.ops)
             if (self._region.in_captures or self._on_lanes) and bound > (1 - MIN_GAIN) * in_a_row:
                 return Choice("", {IN_A_ROW: in_a_row, "bound": bound}, costs, untried="side by side they would be no faster")
@@ -201,12 +241,14 @@ class Trials:
     def _best(self, costs: Costs, num_plans: int) -> str:
         flow, device = self._kernels.flow, LANES if self._on_lanes else None
         max_streams = min(MAX_STREAMS, num_lanes()) if self._on_lanes else MAX_STREAMS
-        found = search(flow, costs, max_streams=max_streams, device=device, confined=self._room.confined(costs))
-        candidates = [c for c in found if c.num_streams > 1]
-        # the simulator is not the device: the best of each kind, not the best few, which are much alike
-        kinds = {c.kind: c for c in reversed(candidates)}
-        best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]
-        tried = self._within_memory(best_first, min(NUM_TRIED, num_plans))
+        for confined in self._room.confined(costs):
+            found = search(flow, costs, max_streams=max_streams, device=device, confined=confined)
+            candidates = [c for c in found if c.num_streams > 1]
+            # the simulator is not the device: the best of each kind, not the best few, which are much alike
+            kinds = {c.kind: c for c in reversed(candidates)}
+            best_first = [c for c in sorted(kinds.values(), key=lambda c: c.simulated_us) if not _has_idle_streams(c, kinds.values())]
+            if (tried := self._within_memory(best_first, min(NUM_TRIED, num_plans))) or not best_first:
+                break
         best = self._try({ONE_STREAM: self._serial} | tried)
         num_near = min(NUM_NEIGHBOURS, num_plans - len(tried) - 1)
         if best not in kinds or num_near < 1:

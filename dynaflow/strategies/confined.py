@@ -3,17 +3,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Confined:
-    """Ops that run on few of a plan's streams, the caller's first: libraries keep memory for every stream that theirs run on."""
+    """Ops that run on few of a plan's streams, the caller's first: memory is kept for every stream that they run on."""
 
-    ops: frozenset[str]
-    num_streams: int
+    # (ops, streams that they may run on)
+    groups: tuple[tuple[frozenset[str], int], ...] = ()
 
     def lanes(self, op: str, lanes: list[str]) -> list[str]:
         """Those of the lanes, which are in a fixed order, that it may run on."""
-        return lanes[: max(1, self.num_streams)] if op in self.ops else lanes
+        return lanes[: max(1, min((count for ops, count in self.groups if op in ops), default=len(lanes)))]
 
     def __repr__(self) -> str:
-        return f"<{len(self.ops)} ops on {self.num_streams} streams>"
+        return f"<{', '.join(f'{len(ops)} ops on {count} streams' for ops, count in self.groups) or 'nothing'}>"
 
 
-NOTHING = Confined(frozenset(), 1)
+NOTHING = Confined()

@@ -185,12 +185,12 @@ def test_confined_ops_stay_on_the_first_streams(make, num_streams, strategy):
     flow, costs = make()
     ops = frozenset(op.name for op in flow.ops[::3])
     kind = (lambda n, confined: Branches(n, confined=confined)) if strategy is Branches else strategy
-    where = streams(flow, kind(4, Confined(ops, num_streams)), costs)
+    where = streams(flow, kind(4, Confined(((ops, num_streams),))), costs)
     names = ["caller", *sorted(set(where.values()) - {"caller"}, key=lambda lane: (lane != "critical", lane))]
     assert {where[op] for op in ops} <= set(names[:num_streams])
     if make.__name__ != "chain":
-        assert set(where.values()) == set(streams(flow, kind(4, Confined(frozenset(), 1)), costs).values())
-    verify(place(flow, synchronise(flow, plan(flow, kind(4, Confined(ops, num_streams)), costs=costs))), flow)
+        assert set(where.values()) == set(streams(flow, kind(4, Confined()), costs).values())
+    verify(place(flow, synchronise(flow, plan(flow, kind(4, Confined(((ops, num_streams),))), costs=costs))), flow)
 
 
 def test_without_the_border_they_do_not():

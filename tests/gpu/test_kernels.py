@@ -223,6 +223,24 @@ def test_costs_tell_small_kernels_from_large_ones(has_workspace):
     assert a.us < 20 < b.us and a.share < 0.6 and b.share > 0.75
 
 
+@pytest.mark.parametrize("count, held_mib", [(0, 0), (2**10, 2), (2**18, 2), (2**20, 20), (2**22, 16)])
+def test_what_the_allocator_holds_for_a_kernel_is_told(count, held_mib):
+    """Floats that it allocates to work in: a segment of the allocator's, and nothing stays."""
+    x, clock = torch.randn(8, device=DEVICE), CudaClock(DEVICE)
+
+    def launch():
+        x.add_(1.0)
+        if count:
+            torch.empty(count, device=DEVICE).fill_(1.0)
+
+    clock.cost(launch)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    assert clock.cost(launch).held_bytes == held_mib * 2**20
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+
+
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_what_must_not_run_twice_at_once_is_measured_on_one_stream_at_a_time(is_alone):
     x, streams = torch.randn(128, 128, device=DEVICE), set()
