@@ -88,3 +88,20 @@ def test_what_a_gpu_would_measure_is_not_kept_by_what_goes_ahead_of_it(tmp_path:
     assert "aten.mm (513, 513) (513, 513)" in done.stdout and "autograd_cache_saved" not in done.stdout
     inductor = tmp_path / "caches" / "inductor"
     assert list(inductor.glob("fxgraph/*/*/*")) and not [path for path in inductor.glob("aotautograd/**/*") if path.is_file()]
+
+
+TUNED = """
+product = torch.compile(lambda x, y: torch.nn.functional.relu(x @ y), mode="max-autotune-no-cudagraphs")
+with torch.no_grad(): product(*(torch.ones(256, 256, device="cuda", dtype=torch.bfloat16),) * 2)
+print(nothing.num_compiled(), len(nothing.choices["algorithm"]))
+"""
+
+
+def test_of_max_autotune_the_candidates_are_kept_and_no_choice(tmp_path: Path) -> None:
+    cold = [int(n) for n in _run(tmp_path / "here", "-c", PROGRAM.format(TUNED)).stdout.split()[-2:]]
+    assert min(cold) > 0
+    kept.pack([tmp_path / "here"], tmp_path / "out", tmp_path / "there")
+    kept.unpack(tmp_path / "out", tmp_path / "there")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"triton"}
+    warm = [int(n) for n in _run(tmp_path / "there", "-c", PROGRAM.format(TUNED)).stdout.split()[-2:]]
+    assert warm[0] == 0 and warm[1] > 0
