@@ -114,9 +114,15 @@ def _convolution(x: Any, weight: Any, padding: Any, stride: Any, dilation: Any, 
     return torch.ops.aten.convolution.default(x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
 
 
+def _depthwise(x: Any, weight: Any, _: Any, bias: Any, stride: Any, padding: Any, dilation: Any) -> Any:
+    return torch.ops.aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0, 0], x.shape[1])
+
+
 _mode = FakeTensorMode(allow_fallback_kernels=False)
 # ops that have no fake of their own
-_FAKES: dict[Any, Callable[..., Any]] = {torch.ops.aten.cudnn_convolution.default: _convolution}
+_FAKES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.cudnn_convolution.default: _convolution, torch.ops.aten._conv_depthwise2d.default: _depthwise,
+}  # fmt: skip
 
 
 def _fake(op: Any, args: Any, kwargs: Any) -> Any:
