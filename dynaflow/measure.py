@@ -145,9 +145,13 @@ class CudaClock:
         """Segments of the allocator's, the smallest of which have 2 and 20 MiB."""
         if torch.cuda.get_allocator_backend() != "native":
             return 0  # it knows no memory of one's own
+        # (not by the pool's own snapshot(): torch 2.11's frees numbers of Python's that others have)
+        before = torch.cuda.memory_reserved(self._device)
         with torch.cuda.device(self._device), torch.cuda.use_mem_pool(pool := torch.cuda.MemPool()):
             launch()
-        return sum(segment["total_size"] for segment in pool.snapshot())
+        held = torch.cuda.memory_reserved(self._device) - before
+        del pool  # with its memory, which counts until here
+        return max(held, 0)
 
     def _sides_for_products(self) -> list[torch.cuda.Stream]:
         """Asked for once, with the first product."""

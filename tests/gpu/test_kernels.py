@@ -241,6 +241,16 @@ def test_what_the_allocator_holds_for_a_kernel_is_told(count, held_mib):
     assert torch.cuda.memory_reserved() == before
 
 
+def test_asking_what_is_held_leaves_pythons_objects_alone():
+    """For hundreds of kernels: torch's own way to look into a pool frees Python's numbers while others have them."""
+    x, clock = torch.randn(8, device=DEVICE), CudaClock(DEVICE)
+    kept = [list(range(k, k + 9)) for k in range(0, 2000, 7)]
+    for _ in range(1500):
+        clock._held_bytes(lambda: x.add_(1.0))
+    gc.collect()
+    assert kept == [list(range(k, k + 9)) for k in range(0, 2000, 7)] and [{k: str(k)} for k in range(20000)][999] == {999: "999"}
+
+
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_what_must_not_run_twice_at_once_is_measured_on_one_stream_at_a_time(is_alone):
     x, streams = torch.randn(128, 128, device=DEVICE), set()
