@@ -60,8 +60,12 @@ class Child:
     def begin(self) -> None:
         turn.given(self._place).touch()
 
-    def result(self) -> Result:
-        """What its last line says."""
+    def result(self, is_left: bool = False) -> Result:
+        """What its last line says. `is_left`: once it has said that, it is ended: to go takes a process with a GPU many seconds."""
+        while is_left and not self._has_spoken() and self._process.poll() is None:
+            time.sleep(turn.POLL_S)
+        if is_left:
+            self._process.kill()
         status = self._process.wait()
         wall_s = round(time.perf_counter() - self._began, 2)
         last = (self._place.with_suffix(".out").read_text().strip().splitlines() or [""])[-1]
@@ -74,13 +78,18 @@ class Child:
         size = sum(f.stat().st_size for f in self._caches.rglob("*") if f.is_file()) if self._caches.exists() else 0
         return {**result, "process_s": wall_s, "cache_mib": round(size / 2**20, 1)}
 
+    def _has_spoken(self) -> bool:
+        text = self._place.with_suffix(".out").read_text()
+        return text.endswith("\n") and text.splitlines()[-1].startswith("{")
+
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
 
 
-def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]]) -> list[list[Result]]:
-    """(suite, wish, caches) of children, turn by turn: those of a turn begin together, when all of the turn before are over."""
+def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]], num_to_their_end: int | None = None) -> list[list[Result]]:
+    """(suite, wish, caches) of children, turn by turn: those of a turn begin together, when all of the turn before are over. Of the turns
+    behind the first `num_to_their_end`, nobody needs what children write as they go: those are over when they have said their figures."""
     with tempfile.TemporaryDirectory() as folder:
         children: list[list[Child]] = []
         try:
@@ -92,10 +101,10 @@ def in_turns(turns: Sequence[Sequence[tuple[str, Mapping[str, Any], Path]]]) -> 
                 for child in each:
                     child.await_ready()
             found = []
-            for each in children:
+            for number, each in enumerate(children):
                 for child in each:
                     child.begin()
-                found.append([child.result() for child in each])
+                found.append([child.result(num_to_their_end is not None and number >= num_to_their_end) for child in each])
             return found
         finally:
             for each in children:
@@ -109,7 +118,7 @@ def cold_and_warm(suite: str, wishes: Mapping[str, Mapping[str, Any]], once: Col
     with tempfile.TemporaryDirectory() as folder:
         each = {name: (suite, wish, Path(folder) / name.replace(" ", "-")) for name, wish in wishes.items()}
         names = [name for k in range(NUM_WARM) for name in wishes if not k or name not in once]
-        cold, *warm = in_turns([list(each.values()), *([each[name]] for name in names)])
+        cold, *warm = in_turns([list(each.values()), *([each[name]] for name in names)], num_to_their_end=1)
     found: dict[str, list[Result]] = {name: [] for name in wishes}
     for name, (result,) in zip(names, warm):
         found[name].append(result)
@@ -143,7 +152,7 @@ def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: s
     except NotAvailable as error:
         print(json.dumps({"note": str(error)}))
         return
-    print(json.dumps({"first_s": seconds[0], "third_s": seconds[2]}))
+    print(json.dumps({"first_s": seconds[0], "third_s": seconds[2]}), flush=True)
 
 
 def _await_turn() -> None:

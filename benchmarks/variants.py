@@ -180,6 +180,7 @@ class Variants:
         return {name: made for name in names if (made := self.get(name)) is not None}
 
     def _build(self, name: str) -> Variant:
+        self.case.reset()  # gradients of the variant before are not what this one begins with
         before = self._settled()
         began = time.perf_counter() - turn.waited_s
         ear = _Listening()
