@@ -68,7 +68,8 @@ bench-offload: $(READY)
 # comment are read: "# pip: ..." is done to it behind the list ("# pip: uninstall -y torchvision", "# pip: install --no-deps a==1"),
 # "# tests: a b" names its tests, where they are not tests/systems/test_<system>*.py alone, "# env: A=1" is set while they run, and
 # "# runner: module" runs them in the place of pytest.
-SYSTEMS ?= $(patsubst systems/%.txt,%,$(wildcard systems/*.txt))
+# (ahead is what benchmarks.ahead compiles with, for another machine: by name only)
+SYSTEMS ?= $(filter-out ahead,$(patsubst systems/%.txt,%,$(wildcard systems/*.txt)))
 
 systems: $(SYSTEMS:%=system-%)
 

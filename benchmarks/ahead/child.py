@@ -77,14 +77,29 @@ def _backend(wish: dict[str, Any]) -> dict[str, str]:
         return _once(Variants(case, "cuda"), names)
 
 
+def _overlap(wish: dict[str, Any]) -> dict[str, str]:
+    from benchmarks.overlap.__main__ import strategies_of
+    from benchmarks.overlap.rows import WORKLOADS
+    from benchmarks.overlap.variants import SHARED, Variants, one_stream
+
+    (workload,) = [w for w in WORKLOADS if w.name == wish["row"]]
+    torch.set_grad_enabled(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    names = wish["variants"] or [*SHARED, *(name for s in strategies_of(workload, "") for name in (one_stream(s), s))]
+    with df.unmeasured():
+        return _once(Variants(workload.case("cuda", wish.get("tiny", False)), "cuda"), names)
+
+
 def rows(suite: str, pattern: str) -> list[str]:
     if suite == "branches":
         from benchmarks.branches.rows import ROWS
     elif suite == "backend":
         from benchmarks.backend.models import ROWS
+    elif suite == "overlap":
+        from benchmarks.overlap.rows import WORKLOADS as ROWS
     else:
         raise SystemExit(f"--suite {suite}: no such suite can be compiled ahead; those that can: {', '.join(SUITES)}")
     return [row.name for row in cases.select(ROWS, pattern)]
 
 
-SUITES = {"branches": _branches, "backend": _backend}
+SUITES = {"branches": _branches, "backend": _backend, "overlap": _overlap}
