@@ -1,9 +1,10 @@
 """Time to the first result, in fresh processes with fresh caches on disk.
 
-A child builds the model and runs it once eagerly (libraries load), waits until it is its turn, then times: compile, first call,
-synchronise. Cold: the caches' folder is empty, and those that are compared compile side by side. Warm: the same folder again, in new
-processes, a few times, since it is seconds and one of them says little: each has the machine to itself while it is timed. Children load
-side by side.
+A child builds the model, loads the libraries, waits until it is its turn, then times: compile, first call, synchronise. The model has not
+run before: cuDNN chooses how it convolves once per shape and process, and what a variant needs of that is its own time. (Rows without
+`has_run` are older: the model had run once eagerly, which spared that choice those that run its very shapes, and nobody else.) Cold: the
+caches' folder is empty, and those that are compared compile side by side. Warm: the same folder again, in new processes, a few times, since
+it is seconds and one of them says little: each has the machine to itself while it is timed. Children load side by side.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _median(results: Sequence[Result]) -> Result:
 def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: str) -> None:
     """Inside the fresh process: prints one line of json."""
     sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    case.run(case.sets[0])
+    _load_libraries(device, case.dtype)
     sync()
     _await_turn()
     seconds = []
@@ -152,7 +153,15 @@ def time_first(case: Case, build: Builder, options: Mapping[str, Any], device: s
     except NotAvailable as error:
         print(json.dumps({"note": str(error)}))
         return
-    print(json.dumps({"first_s": seconds[0], "third_s": seconds[2]}), flush=True)
+    print(json.dumps({"first_s": seconds[0], "third_s": seconds[2], "has_run": False}), flush=True)
+
+
+def _load_libraries(device: str, dtype: torch.dtype) -> None:
+    """Products, convolutions and attention, on shapes that no model has: what every process loads once, whatever it runs."""
+    x = torch.randn(2, 8, 24, 24, device=device, dtype=dtype)
+    torch.nn.functional.conv2d(x, torch.randn(8, 8, 3, 3, device=device, dtype=dtype))
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    x @ x
 
 
 def _await_turn() -> None:

@@ -157,13 +157,14 @@ def losses(summary: Mapping[str, Any]) -> list[str]:
 
 def first_table(title: str, rows: Sequence[Result]) -> list[str]:
     """Times to the first result (benchmarks/fresh.py)."""
-    lines = [f"## {title}", "", "Seconds, each in a fresh process; cold: caches on disk empty.", "",
-             "| row | variant | first result | cache, MiB |", "|---|---|---|---|"]  # fmt: skip
+    lines = [f"## {title}", "", "Seconds, each in a fresh process, in which the model has not run before, except where it says so; cold: "
+             "caches on disk empty.", "", "| row | variant | first result | cache, MiB |", "|---|---|---|---|"]  # fmt: skip
     for r in rows:
         for name, child in r.get("first", {}).items():
             for when, c in ([("", child)] if "process_s" in child else child.items()):
                 seconds = f"{c['first_s']:.1f}" if "first_s" in c else cell(c.get("note", "-")[:120])
-                lines.append(f"| {r['row']} | {name}{when and ', '}{when} | {seconds} | {c.get('cache_mib', '-')} |")
+                before = ", after an eager run" if "first_s" in c and c.get("has_run", True) else ""
+                lines.append(f"| {r['row']} | {name}{when and ', '}{when}{before} | {seconds} | {c.get('cache_mib', '-')} |")
     return lines
 
 

@@ -2,8 +2,11 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
-from benchmarks import fresh
+import torch
+
+from benchmarks import fresh, store
 
 CHILD = """
 import json, os, sys, time
@@ -53,3 +56,14 @@ def test_a_child_that_fails_says_why(monkeypatch, tmp_path):
     found = fresh.cold_and_warm("toy", wishes)
     assert "no such model" in found["broken"]["cold"]["note"] and found["ours"]["warm"]["first_s"] == 1.0
     assert json.dumps(found)
+
+
+def test_a_model_that_ran_before_is_said_to_have(capsys):
+    """An older figure, and its twin of now."""
+    case = SimpleNamespace(dtype=torch.float32, reset=lambda: None)
+    fresh.time_first(case, lambda case, options: lambda number: None, {}, "cpu")
+    now = json.loads(capsys.readouterr().out)
+    older = {"first_s": 1.0, "third_s": 1.0}
+    row = {"row": "toy", "first": {"ours": {"cold": now | {"process_s": 2.0}, "warm": older | {"process_s": 2.0}}}}
+    *_, cold, warm = store.first_table("Time", [row])
+    assert "| ours, cold |" in cold and "| ours, warm, after an eager run |" in warm
