@@ -8,7 +8,8 @@
 
 `--measured FOLDER`, of caches that came back from the GPU, takes what it measured of products (to pad them, or not): else both ways are
 compiled. `--there KEYS`, of the machine with the GPU, has --suite and --pack refuse where keys differ. The interpreter is the one of
-`make build/systems/ahead/stamp` (systems/ahead.txt). What was compiled for a row lies in build/ahead/caches/SUITE.ROW.
+`make build/systems/ahead/stamp` (systems/ahead.txt). What was compiled for a row lies in the user's cache folder,
+dynaflow/ahead/caches/SUITE.ROW: it outlives this checkout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from benchmarks.ahead import host, kept, keys
 
 ROOT = host.ROOT
-WHERE = ROOT / "build" / "ahead"
+WHERE = host.WHERE
 MEASURED = WHERE / "measured.json"
 
 
@@ -100,7 +101,7 @@ def is_warm(found: dict[str, Any]) -> bool:
 
 
 def _child(wish: dict[str, Any], caches: Path) -> dict[str, Any] | None:
-    """What it says; None where it failed. Its log lies in build/ahead."""
+    """What it says; None where it failed. Its log lies beside the caches."""
     caches.mkdir(parents=True, exist_ok=True)
     if MEASURED.exists():
         wish = wish | {"measured": str(MEASURED)}
@@ -112,7 +113,7 @@ def _child(wish: dict[str, Any], caches: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(lines[-1])
     except json.JSONDecodeError:
-        print(f"{wish['row']}: failed ({done.returncode}), see {log.relative_to(ROOT)}", flush=True)
+        print(f"{wish['row']}: failed ({done.returncode}), see {log}", flush=True)
         return None
     print(json.dumps(found), flush=True)
     return found

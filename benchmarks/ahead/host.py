@@ -12,6 +12,8 @@ from pathlib import Path
 from tests.systems.cuda_on_host.library import build, package
 
 ROOT = Path(__file__).resolve().parents[2]
+# what is compiled here outlives a checkout
+WHERE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaflow" / "ahead"
 NAME = "NVIDIA H200"
 # torch's threads there: in the keys of DynaFlow's units
 NUM_THREADS = 16
@@ -51,5 +53,4 @@ def is_under_it() -> bool:
 
 
 if __name__ == "__main__":
-    where = ROOT / "build" / "ahead"
-    os.execve(sys.executable, [sys.executable, "-m", *sys.argv[1:]], environment(where, where / "caches" / "own"))
+    os.execve(sys.executable, [sys.executable, "-m", *sys.argv[1:]], environment(WHERE, WHERE / "caches" / "own"))
