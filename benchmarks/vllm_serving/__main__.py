@@ -4,13 +4,14 @@
     python -m benchmarks.vllm_serving --merge FILE ... | --plot | --list
     python -m benchmarks.vllm_serving --tiny --json out/vllm_serving.json       small, on the CPU (`build/systems/vllm/bin/python`)
 
-1. Every way of every suite is an engine in a process of its own, from the same config.json with the same random weights, with vLLM's
+1. Suite by suite: every way is an engine in a process of its own, from the same config.json with the same random weights, with vLLM's
    own compilation and CUDA Graphs as they come. All are started at once, behind those that measure as they start ("branches"), each
-   of which is alone. Nothing is timed until all of them are ready.
+   of which is alone. Nothing is timed until all of them are ready. (Commands side by side start theirs side by side, too.)
 2. Of each load, the beginning is served by all at once: models are captured, parts are compiled. Then each serves the load once alone;
    what takes turns to decide ("auto") decides here.
 3. Rounds: the ways serve the same load one after another, the first one moves on by one each round. Short loads are served several times
-   per round. Requests arrive engine step by engine step and the prefix cache is emptied before each, so that rounds are equal.
+   per round. Requests arrive engine step by engine step and the prefix cache is emptied before each, so that rounds are equal. What
+   was served while the machine was slow is left out, unless all of the round was: small steps are the host's time (`pace.py`).
 4. A speedup is the fastest baseline's time over the way's own. Greedy tokens are compared request by request: in fp32 they must be equal;
    in bf16 a part's matrix products may be rounded otherwise than the whole step's, near-ties then fall the other way, and the share of
    equal requests is what is reported.
@@ -51,7 +52,9 @@ class Measurement:
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
         self.began = time.perf_counter()
-        self.engines: dict[str, dict[str, Engine]] = {}
+        # of the suite under way
+        self.engines: dict[str, Engine] = {}
+        self.num_engines = 0
         # what could not be had, and why
         self.failed: dict[str, str] = {}
         self.not_run: list[str] = []
@@ -65,38 +68,41 @@ class Measurement:
     def run(self, suites: Sequence[Suite]) -> int:
         machine = turn.Machine()
         try:
-            while not machine.try_share():
-                time.sleep(turn.POLL_S)
-            self.start(suites)
-            while not machine.try_own():
-                time.sleep(turn.POLL_S)
             for suite in suites:
+                while not machine.try_share():
+                    time.sleep(turn.POLL_S)
+                self.start(suite)
+                while not machine.try_own():
+                    time.sleep(turn.POLL_S)
                 for load in _chosen(suite.loads, self.args.loads):
                     self.measure(suite, load)
+                self.stop()
+                machine.let_others()
         finally:
+            self.stop()
             machine.leave()
-            for engines in self.engines.values():
-                for engine in engines.values():
-                    engine.kill()
         return self.end()
 
-    def start(self, suites: Sequence[Suite]) -> None:
+    def stop(self) -> None:
+        for engine in self.engines.values():
+            engine.kill()
+        self.engines = {}
+
+    def start(self, suite: Suite) -> None:
         """1."""
         logs = self.args.logs or self.folder
         logs.mkdir(parents=True, exist_ok=True)
-        wishes = {suite.name: self.wish(suite) for suite in suites}
-        self.engines = {suite.name: {} for suite in suites}
-        chosen = [(suite, way) for suite in suites for way in _chosen(suite.ways, self.args.ways)]
-        number = 0
+        wish = self.wish(suite)
+        ways = _chosen(suite.ways, self.args.ways)
         # what measures as it starts is alone on the device
-        for group in (*([pair] for pair in chosen if pair[0].measures(pair[1])), [p for p in chosen if not p[0].measures(p[1])]):
+        for group in (*([way] for way in ways if suite.measures(way)), [way for way in ways if not suite.measures(way)]):
             ends = time.perf_counter() + self.args.start_s
-            for suite, way in group:
+            for way in group:
                 log = logs / f"{slug(suite.name)}-{slug(way)}.log"
-                self.engines[suite.name][way] = Engine(way, wishes[suite.name], suite.ways[way], log, number)
-                number += 1
-            for suite, way in group:
-                if self.answer(suite, way, self.engines[suite.name][way], ends - time.perf_counter()) is not None:
+                self.engines[way] = Engine(way, wish, suite.ways[way], log, self.num_engines)
+                self.num_engines += 1
+            for way in group:
+                if self.answer(suite, way, ends - time.perf_counter()) is not None:
                     self.say(f"{suite.name}, {way}: ready")
 
     def wish(self, suite: Suite) -> Result:
@@ -109,10 +115,10 @@ class Measurement:
         return {"model": str(model), "vocabulary": suite.model["vocab_size"], "engine": options, "is_emulated": suite.is_emulated,
                 "adapters": paths}  # fmt: skip
 
-    def answer(self, suite: Suite, way: str, engine: Engine, limit_s: float = MAX_WAIT_S) -> Any:
+    def answer(self, suite: Suite, way: str, limit_s: float = MAX_WAIT_S) -> Any:
         """None where the engine is lost; the others go on."""
         try:
-            return engine.wait(min(self.left_s(), limit_s))
+            return self.engines[way].wait(min(self.left_s(), limit_s))
         except EngineEnded as error:
             self.lose(suite, way, error)
             return None
@@ -120,19 +126,19 @@ class Measurement:
     def lose(self, suite: Suite, way: str, error: EngineEnded) -> None:
         self.failed[f"{suite.name}, {way}"] = str(error)
         self.say(f"FAILED: {suite.name}, {error}")
-        del self.engines[suite.name][way]
+        del self.engines[way]
 
-    def served(self, suite: Suite, way: str, load: Load, times: int = 1) -> Any:
+    def served(self, suite: Suite, way: str, load: Load, times: int = 1, is_timed: bool = False) -> Any:
         try:
-            self.engines[suite.name][way].ask(load, times)
+            self.engines[way].ask(load, times, is_timed)
         except EngineEnded as error:
             self.lose(suite, way, error)
             return None
-        return self.answer(suite, way, self.engines[suite.name][way])
+        return self.answer(suite, way)
 
     def measure(self, suite: Suite, name: str) -> None:
         """2 and 3."""
-        load, engines = suite.loads[name], self.engines[suite.name]
+        load, engines = suite.loads[name], self.engines
         if self.left_s() < self.args.min_load_s or not engines:
             self.not_run.append(f"{suite.name}, {name}")
             return
@@ -141,8 +147,8 @@ class Measurement:
                 engines[way].ask(load.beginning())
             except EngineEnded as error:
                 self.lose(suite, way, error)
-        for way, engine in list(engines.items()):
-            self.answer(suite, way, engine)
+        for way in list(engines):
+            self.answer(suite, way)
         self.say(f"{suite.name}, {name}: compiled")
         times: dict[str, int] = {}
         for way in list(engines):
@@ -156,7 +162,7 @@ class Measurement:
                 break
             order = list(engines)[number % len(engines) :] + list(engines)[: number % len(engines)]
             for way in order:
-                if (found := self.served(suite, way, load, often)) is not None:
+                if (found := self.served(suite, way, load, often, is_timed=True)) is not None:
                     rounds[way].append(found)
         done = min((len(rounds[way]) for way in engines), default=0)
         if done:

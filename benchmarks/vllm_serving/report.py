@@ -33,7 +33,7 @@ NO_OVERLAP = ", no overlap"
 
 def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Mapping[str, str], args: argparse.Namespace) -> list[Result]:
     """One per way of ours that is no control."""
-    times = {way: Times([found["ms"] for found in each]) for way, each in rounds.items()}
+    times = {way: Times([_kept(found) for found in each]) for way, each in rounds.items()}
     num_tokens = sum(len(prompt) + made for _, prompt, made in arrivals(suite.loads[load], suite.model["vocab_size"]))
     figures = {way: {**t.figures(), "tokens_per_s": round(num_tokens / t.figures()["median_ms"] * 1e3)} for way, t in times.items()}
     baselines = [way for way in BASELINES if way in times]
@@ -62,6 +62,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
             "baselines": {b: figures[b] for b in (*baselines, DUAL, f"{way}{NO_OVERLAP}") if b in figures}, "emulated": suite.is_emulated,
             "interval": [gain.get("low"), gain.get("high")], "equal": equal, "steps": ours["steps"], "split_steps": ours["split_steps"],
             "regions": ours["regions"], "planned_regions": ours["planned_regions"], "fallbacks": ours["fallbacks"],
+            "left_out": {w: sum(len(found["ms"]) - len(_kept(found)) for found in rounds[w]) for w in (*baselines, way)},
             "note": "; ".join(filter(None, (ours["refusal"], note))),
             **({"noise": [noise["low"], noise["high"]]} if noise else {}),
             "targets": _targets(suite, load, way, gain.get("ratio"), noise),
@@ -69,6 +70,18 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found.append(stamped(suite.row(load, way), "serving", config, result, args.made_by, device))
     return found
+
+
+def _kept(found: Result) -> list[float]:
+    """Of one round: what was served while the machine was fast; all, where it never was."""
+    return [ms for ms, fast in zip(found["ms"], found["was_fast"]) if fast] or list(found["ms"])
+
+
+def has_changed(row: Result) -> bool:
+    """Whether the suite is another one now than when this row was measured."""
+    then = row["config"]
+    now = next((s.config(load) for s in (*SUITES, *TINY_SUITES) for load in s.loads if s.row(load, then["way"]) == row["row"]), {})
+    return any(then.get(key) != value for key, value in now.items())
 
 
 def _same(found: Result, wanted: Result) -> float:
@@ -162,6 +175,9 @@ def markdown(rows: Sequence[Result]) -> str:
         load = r["row"].removeprefix(f"{c['model']}, ").removesuffix(f", {c['way']}")
         lines.append(f"| {c['model']} | {c['layers']} | {load} | {c['way']} | {_speedup(r)} | {r['ours']['tokens_per_s']:,} | "
                      + " | ".join(rates) + f" | {_itself(r)} | {_how_much(r)} | {r['equal']} |")  # fmt: skip
+    changed = [f"- {r['row']}" for r in rows if has_changed(r)]
+    if changed:
+        lines += ["", "Rows of suites that have changed since, and are to be measured anew:", "", *changed]
     return "\n".join([*lines, "", *store.losses(store.counted(targets(rows)))]).rstrip() + "\n"
 
 

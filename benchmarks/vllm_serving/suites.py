@@ -11,9 +11,9 @@
     branches                     DYNAFLOW_STRATEGY=branches: plans of kernels in vLLM's CUDA Graphs, on the runner that vLLM takes
     branches, Runner V1          the same on Model Runner V1
 
-All models have random weights and fewer layers than the real ones, but for "lora", whose decode steps would otherwise be the host's time
-and not the device's; `layers` stands in every row. Where `is_emulated`, an all-reduce of 8 ranks over NVLink is emulated behind every
-row-parallel linear, in all ways alike (`emulated.py`).
+All models have random weights. Where small steps count, a model is as deep as the real one, or as three engines have room for: with few
+layers, a decode step is the host's time and not the device's. `layers` stands in every row. Where `is_emulated`, an all-reduce of 8
+ranks over NVLink is emulated behind every row-parallel linear, in all ways alike (`emulated.py`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ COMMON = {
 }  # fmt: skip
 QWEN3_8B = {
     **COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
 }  # fmt: skip
 LLAMA_8B = {
     **COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
@@ -100,7 +100,7 @@ LLAMA_8B = {
 }  # fmt: skip
 QWEN3_30B_A3B = {
     **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 # what one of 8 tensor parallel ranks has of a layer
@@ -141,7 +141,7 @@ SUITES = (
     Suite("llama-3-70b TP8 emulated", LLAMA_70B_TP8,
           {**BASELINES, **_without_overlap(NANOFLOW), TWO_BATCH: _strategy(TWO_BATCH), AUTO: _strategy(AUTO)},
           {**PREFILL, "batch 256": DECODE["batch 256"], **MIXED}, _gpu(2), is_emulated=True),
-    Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(6)),
+    Suite("qwen3-8b", QWEN3_8B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES}, {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(8)),
     Suite("qwen3-30b-a3b", QWEN3_30B_A3B, {DEFAULT: {}, AGAIN: {}, **AS_IT_COMES},
           {**DECODE, "prefill 8k": PREFILL["prefill 8k"], **MIXED}, _gpu(3)),
     Suite("llama-3-8b lora", LLAMA_8B,
