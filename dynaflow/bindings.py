@@ -33,6 +33,8 @@ log = logging.getLogger("dynaflow")
 
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
+# plans that are kept per graph, of strategies that look at exact sizes, say
+MAX_PLANS = 256
 
 Sizes = tuple[Any, ...]
 # the plans for a call's sizes, and the sequential one -> which of them is the fastest; None: unmeasured, the first is kept
@@ -87,13 +89,15 @@ class Bindings:
 
     def _keep(self, key: Any, bound: Bound | Fallback) -> None:
         if len(self._bound) >= MAX_BOUND:
-            oldest = next(iter(self._bound))
-            self._forget(self._bound.pop(oldest))
-            self.steady.pop(oldest, None)
-            self._unmeasured.discard(oldest)
+            self._drop(next(iter(self._bound)))
         if key in self._bound:
             self._forget(self._bound[key])  # it was measured since, and is not the fastest
         self._bound[key] = bound
+
+    def _drop(self, key: Any) -> None:
+        self._forget(self._bound.pop(key))
+        self.steady.pop(key, None)
+        self._unmeasured.discard(key)
 
     def _forget(self, bound: Bound | Fallback) -> None:
         if self._recordings is not None and isinstance(bound, Bound):
@@ -158,12 +162,23 @@ class Bindings:
         if (planned := self.planning.known(facts)) is not None:
             return planned
         planned = self.planning.plan_with_all_ranks(facts, numbers)
+        self._drop_oldest_plans()
         looks = [look for p in (planned, *planned.rivals) for look in p.looks]
         read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
         self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
         if read:
             self.steady.clear()
         return planned
+
+    def _drop_oldest_plans(self) -> None:
+        """With all that is bound to them. Ranks that plan together made theirs in one order, so the same one goes on each."""
+        while len(self.planning.plans) > MAX_PLANS:
+            oldest = self.planning.plans.pop(0)
+            gone = {id(each.plan) for each in (oldest, *oldest.rivals)}
+            for key in [key for key, bound in self._bound.items() if isinstance(bound, Bound) and id(bound.plan) in gone]:
+                self._drop(key)
+            for each in gone:
+                self._serial.pop(each, None)
 
     def _bounds(self, planned: Planned, facts: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[Bound]:
         """The plan for these sizes, then its rivals, as far as they can be had."""
@@ -203,7 +218,8 @@ class Bindings:
         with self.settings.lock:
             there = self._bound.get((bound, moved))
             if there is None:
-                binder = next(p.binder for p in self.planning.plans if p.binder is not None and p.plan is bound.plan)
+                known = (p.binder for p in self.planning.plans if p.binder is not None and p.plan is bound.plan)
+                binder = next(known, None) or Binder(bound.plan, bound.program)  # another thread's call may have dropped the plan meanwhile
                 there = binder.bind(bound.sizes, bound.memory, moved)
                 self._keep((bound, moved), there)
                 self.settings.count(binds=1)

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import errors
+from dynaflow.runtime.binder import Binder
 
 RUNTIMES = ["threads", "fake:lazy", "fake:greedy", "fake:11"]
 
@@ -521,3 +524,42 @@ def test_long_chains_of_views(mixes):
     fast = df.compile(function, strategy=df.TwoBatch(), strict=True)
     x = torch.randn(6, 4)
     assert torch.equal(fast(x), function(x)) and df.stats(fast).num_part_launches > 0
+
+
+class HalfAndRest(df.Strategy):
+    """It looks at the exact size, so that every size has a plan of its own."""
+
+    def schedule(self, flow):
+        flow.split([int(flow.context.batch_size) // 2, -1])
+        while ready := flow.get_ready_ops():
+            flow.execute(ready[0])
+
+
+@pytest.mark.parametrize("runtime", ["serial", "threads"])
+def test_plans_of_exact_sizes_are_not_kept_for_good(monkeypatch, runtime):
+    monkeypatch.setattr("dynaflow.bindings.MAX_PLANS", 3)
+    alive, make = weakref.WeakSet(), Binder.__init__
+
+    def init(self, *args):
+        alive.add(self)
+        make(self, *args)
+
+    monkeypatch.setattr(Binder, "__init__", init)
+    fast = df.compile(torch.tanh, strategy=HalfAndRest(), runtime=runtime, strict=True)
+    for n in (*range(2, 12), 2, 11):
+        x = torch.randn(n, 3)
+        assert_same(fast(x), torch.tanh(x))
+        assert torch.equal(fast(x), df.run_serialised(fast, x))
+    assert df.stats(fast).plans == 11, "of twelve sizes, 2 was planned twice, and 11 was still there"
+    gc.collect()
+    assert len(alive) <= 2 * 3, "a plan and its twin on one stream each"
+
+
+def test_a_plan_for_many_sizes_stays(monkeypatch):
+    """The twin: what does not look at exact sizes has one plan for all of them."""
+    monkeypatch.setattr("dynaflow.bindings.MAX_PLANS", 1)
+    fast = df.compile(torch.tanh, strategy=df.TwoBatch(), strict=True)
+    for n in (*range(2, 12), 2):
+        x = torch.randn(n, 3)
+        assert_same(fast(x), torch.tanh(x))
+    assert df.stats(fast).plans == 1

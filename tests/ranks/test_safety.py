@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dynaflow as df
-from dynaflow import batching
+from dynaflow import batching, bindings
 from dynaflow.errors import RankMismatch, RankMissing
 from dynaflow.runtime import ranks
 from tests.ranks import models
@@ -83,6 +83,24 @@ def one_runs_the_whole_graph():
     return list(df.stats(fast).fallbacks)
 
 
+class Uneven(df.Strategy):
+    """A plan for every size."""
+
+    def schedule(self, flow):
+        flow.split([int(flow.context.batch_size) // 2, -1])
+        while ready := flow.get_ready_ops():
+            flow.execute(ready[0])
+
+
+def plans_that_are_dropped():
+    bindings.MAX_PLANS = 2
+    net, whole = nets()
+    fast = df.compile(net, strategy=Uneven(), strict=True)
+    for batch_size in (4, 6, 8, 10, 4, 10):
+        torch.testing.assert_close(fast(batch(batch_size)), whole(batch(batch_size)))
+    return df.stats(fast).plans
+
+
 def another_context():
     net, whole = nets()
     fast = df.compile(net, strategy=ByTag())
@@ -129,6 +147,10 @@ class NoStore:
 
 def test_accepts_ranks_that_agree():
     assert run(same_orders, 2) == [{}, {}]
+
+
+def test_ranks_drop_the_same_plans():
+    assert run(plans_that_are_dropped, 2) == [5, 5]
 
 
 def test_rejects_another_order_on_every_rank():
