@@ -4,6 +4,8 @@ from dynaflow.strategy import Strategy
 
 # What one more launch takes, where costs are known: parts cost launches.
 LAUNCH_US = 2.0
+# Parts where nothing tells how many pay, and the most that are measured.
+USUAL, MOST = 2, 4
 
 
 class CommOverlap(Strategy):
@@ -13,12 +15,12 @@ class CommOverlap(Strategy):
     comm     |      a0   a1   b0   b1   c0 ...       Ulysses: all-to-all of q beside the projection of k, or of another part
     prefetch | W(A) W(B)      W(C)      W(D)         FSDP: a weight's all-gather waits for nothing but room
 
-    Parts: where costs are known, so many that the estimate is least; else as many as leave each `min_part_tokens` tokens; at most
-    `max_parts`, and fewer where that is measured to be faster (`never_slower=True`). At most `ahead` gathered weights wait for their users
-    at a time, one that is in use included.
+    Parts: `max_parts` at most (None: two, of which four may come where costs are known or plans are measured), each of `min_part_tokens`
+    tokens or more. Where costs are known, so many that the estimate is least; with `never_slower=True`, so many as are measured to be
+    fastest. At most `ahead` gathered weights wait for their users at a time, one that is in use included.
     """
 
-    def __init__(self, max_parts: int = 2, min_part_tokens: int = 1024, ahead: int = 2):
+    def __init__(self, max_parts: int | None = None, min_part_tokens: int = 1024, ahead: int = 2):
         at_least(1, max_parts=max_parts, min_part_tokens=min_part_tokens, ahead=ahead)
         self.max_parts, self.min_part_tokens, self.ahead = max_parts, min_part_tokens, ahead
 
@@ -50,12 +52,12 @@ class CommOverlap(Strategy):
         costs = [(op, flow.cost_of(op)) for op in flow.ops if not op.unsplittable]
         network_us = sum(cost.us for op, cost in costs if cost and op.kind == "network")
         compute_us = sum(cost.us for op, cost in costs if cost and op.kind != "network")
-        most = self.max_parts
+        best, most = self.max_parts or USUAL, self.max_parts or MOST
         if all(cost for _, cost in costs):
             # The longer one in full, of the shorter one the first part, which nothing hides, and the launches.
             longer, shorter = max(network_us, compute_us), min(network_us, compute_us)
-            most = min(range(1, most + 1), key=lambda n: longer + shorter / n + n * len(costs) * LAUNCH_US)
+            best = min(range(1, most + 1), key=lambda n: longer + shorter / n + n * len(costs) * LAUNCH_US)
         rows = 1 if network_us else rows_of(flow.flow, self.min_part_tokens)
-        while most > 1 and flow.context.batch_size < most * rows:
-            most -= 1
-        return flow.any_of(*range(most, 0, -1))
+        fitting = [n for n in range(most, 1, -1) if flow.context.batch_size >= n * rows] + [1]
+        best = max(n for n in fitting if n <= best)
+        return flow.any_of(best, *(n for n in fitting if n != best))

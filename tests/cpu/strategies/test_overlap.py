@@ -2,7 +2,9 @@
 
 import pytest
 
+from dynaflow.context import Context
 from dynaflow.costs import Cost
+from dynaflow.planner import run_strategy
 from dynaflow.simulate import Device, simulate
 from dynaflow.strategies import (
     CommOverlap,
@@ -209,6 +211,29 @@ def test_comm_overlap_takes_as_many_parts_as_pay():
 
     assert parts(100.0, 100.0) > parts(20.0, 20.0) > 0, "launches cost"
     assert parts(1.0, 1.0) == 0
+
+
+@pytest.mark.parametrize("strategy, batch_size, costs, wanted", [
+    (CommOverlap(min_part_tokens=16), 64, None, [2, 4, 3, 1]),
+    (CommOverlap(min_part_tokens=16), 63, None, [2, 3, 1]),
+    (CommOverlap(min_part_tokens=16), 47, None, [2, 1]),
+    (CommOverlap(min_part_tokens=16), 31, None, [1]),
+    (CommOverlap(3, 16), 64, None, [3, 2, 1]),
+    (CommOverlap(min_part_tokens=16), 64, 1000.0, [4, 3, 2, 1]),
+    (CommOverlap(), 3, 1000.0, [3, 2, 1]),
+    (CommOverlap(3, 16), 64, 1000.0, [3, 2, 1]),
+    (CommOverlap(), 64, 1.0, [1, 4, 3, 2]),
+])  # fmt: skip
+def test_comm_overlap_measures_other_numbers_of_parts(strategy, batch_size, costs, wanted):
+    """The first is what runs unmeasured: two, or as many as are said or estimated."""
+    flow = dense(4)
+    facts = {"batch_size": batch_size, "device": "cpu"}
+    known = costs and network_costs(flow, costs, costs)
+    first = run_strategy(flow, strategy, Context(facts), costs=known)
+    (num_options,) = first.num_options
+    made = [run_strategy(flow, strategy, Context(facts), costs=known, chosen=(k,)).finish() for k in range(num_options)]
+    assert [max(len(plan.parts), 1) for plan in made] == wanted
+    assert [bool(plan.reason) for plan in made] == [n == 1 for n in wanted]
 
 
 def test_comm_overlap_hides_the_network():
