@@ -29,8 +29,8 @@ from benchmarks import runner, turn
 from benchmarks.overlap import report
 from benchmarks.overlap.plot import plot
 from benchmarks.overlap.rows import WORKLOADS, Workload, select
-from benchmarks.overlap.sections import measured
-from benchmarks.overlap.variants import SHARED, STRATEGIES, WITHOUT_WORKLOAD, Variants, one_stream
+from benchmarks.overlap.sections import measured, ways
+from benchmarks.overlap.variants import STRATEGIES, WITHOUT_WORKLOAD, Variants
 from benchmarks.store import Result, command, failed, load, stamped
 from dynaflow.testing.network import LINKS, find_link
 
@@ -107,7 +107,7 @@ def run_child(text: str) -> int:
         variants = Variants(case, wish["device"], wish["options"])
         chosen = strategies_of(workload, wish["only"])
         if wish["phase"] == "warm":
-            variants.some(*SHARED, *(n for s in chosen for n in (one_stream(s), s)))
+            variants.some(*ways(chosen))
             return 0
         found = measured(case, variants, chosen, wish["rounds"])
         seconds = round(time.perf_counter() - began, 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks import store
 from benchmarks.overlap.rows import WORKLOADS, Workload
-from benchmarks.overlap.sections import hidden
+from benchmarks.overlap.sections import hidden, shown_share
 from benchmarks.overlap.sections import targets as targets_of
-from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, STRATEGIES, one_stream
+from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, STRATEGIES, in_parts, one_stream
 from benchmarks.store import Result, cell, geomean, line, shown, target
 
 RESULTS = store.RESULTS / "overlap.json"
@@ -98,11 +98,11 @@ def summary(rows: Sequence[Result]) -> Result:
 
 def table(rows: Sequence[Result]) -> str:
     head = f"{'row (emulated network)':<46}{'sequential':>11}{'one stream':>11}{'ours':>9}{'compute':>9}{'network':>9}{'beside':>9}"
-    lines = [head + f"{'speedup':>9}{'bound':>7}{'hidden':>8}  equal"]
+    lines = [head + f"{'parts':>9}{'speedup':>9}{'bound':>7}{'hidden':>8}  equal"]
     for r in rows:
-        figures, widths = _figures(r), (11, 11, 9, 9, 9, 9)
+        figures, widths = _figures(r), (11, 11, 9, 9, 9, 9, 9)
         cells = "".join(f"{f['median_ms']:>{w}.3f}" if f else f"{'-':>{w}}" for f, w in zip(figures, widths))
-        gain = f"{_times(r['speedup']):>9}{_times(r.get('bound_beside') or r.get('bound')):>7}{_share(r):>8}  {r['equal']}"
+        gain = f"{_times(r['speedup']):>9}{_times(r.get('bound_beside') or r.get('bound')):>7}{shown_share(r):>8}  {r['equal']}"
         lines.append(f"{r['row']:<46}{cells}{gain}" + (f"   ({r['note'][:90]})" if r["note"] else ""))
     s = summary(rows)
     bad = [line(t) for t in targets(rows) if not t["is_met"]]
@@ -112,16 +112,12 @@ def table(rows: Sequence[Result]) -> str:
 
 def _figures(r: Result) -> list[Result | None]:
     alone, baselines, strategy = r.get("alone", {}), r["baselines"], r["config"].get("strategy", "")
-    return [baselines.get(SEQUENTIAL), baselines.get(one_stream(strategy)), r["ours"], *(alone.get(n) for n in (COMPUTE, NETWORK, BESIDE))]
+    return [baselines.get(SEQUENTIAL), baselines.get(one_stream(strategy)), r["ours"],
+            *(alone.get(n) for n in (COMPUTE, NETWORK, BESIDE, in_parts(strategy)))]  # fmt: skip
 
 
 def _times(value: float | None) -> str:
     return f"{value:.2f}x" if value else "-"
-
-
-def _share(r: Result) -> str:
-    share = r.get("hidden_share_beside", r.get("hidden_share"))
-    return "-" if share is None else f"{share:.0%}"
 
 
 def markdown(rows: Sequence[Result]) -> str:
@@ -135,8 +131,9 @@ def markdown(rows: Sequence[Result]) -> str:
         f"{s['met']} of {s['targets']} targets are met; {s['measured']} of {s['rows']} rows are measured.", "",
         "Strategies run with `never_slower=True`: where none of a strategy's plans is measured to be faster, the sequential one runs, and "
         "the row says so. `one stream`: the strategy's parts and order, not overlapped. `beside`: compute and network at once on two "
-        "streams, nothing waiting for anything. `bound`: sequential over `beside`. `hidden`: what overlapping saves over one stream, of "
-        "what `beside` saves.", "",
+        "streams, nothing waiting for anything; `in parts`: the strategy's own parts of both, likewise. `bound`: sequential over `beside`. "
+        "`hidden`: what overlapping saves over one stream, of what these parts save side by side; of rows with a ~, which are older, of "
+        "what unsplit kernels save against sequential.", "",
     ]  # fmt: skip
     if s["not_run"]:
         lines += ["Workloads that were not run:", "", *(f"- {name}" for name in s["not_run"]), ""]
@@ -152,8 +149,8 @@ def markdown(rows: Sequence[Result]) -> str:
     for name in STRATEGIES:
         own = [r for r in rows if r["config"].get("strategy") == name]
         if own:
-            heads = "workload, link, sequential (ms), one stream, overlapped, compute, network, beside, speedup, bound, hidden, equal"
-            columns = heads.split(", ")
+            columns = [*"workload, link, sequential (ms), one stream, overlapped, compute, network, beside, in parts".split(", "),
+                       "speedup", "bound", "hidden", "equal"]  # fmt: skip
             lines += [f"## {name}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, own), ""]
     return "\n".join(lines)
 
@@ -164,5 +161,5 @@ def _line(r: Result) -> str:
     gain = f"{_times(r['speedup'])} ({low:.2f} to {high:.2f})" if low else "-"
     bound = _times(r.get("bound_beside") or r.get("bound"))
     note = f"; {r['note'][:160]}" if r["note"] else ""
-    columns = [r["config"]["workload"], r["config"]["link"], *cells, gain, bound, _share(r), r["equal"] + cell(note)]
+    columns = [r["config"]["workload"], r["config"]["link"], *cells, gain, bound, shown_share(r), r["equal"] + cell(note)]
     return f"| {' | '.join(columns)} |"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaflow as df
 from benchmarks import cases
-from benchmarks.cases import CONTEXT, NUM_SETS, TINY_CONTEXT, built, static_cache
+from benchmarks.cases import CONTEXT, NUM_SETS, TINY_CONTEXT, Call, built, static_cache
 from benchmarks.overlap import models
 from dynaflow.testing.network import IB_400G, NVLINK_H100, OPS, Link, add_collectives, all_reduce, all_to_all
 
@@ -87,6 +87,10 @@ class Case(cases.Case):
     bare: nn.Module
     # group of ways -> the callable that has them
     callables: dict[str, Any] = field(default_factory=dict)
+    # strategy -> what has planned its parts on one stream
+    alone: dict[str, Any] = field(default_factory=dict)
+    # parts -> compute and collectives in these parts, side by side
+    beside: dict[Any, Call] = field(default_factory=dict)
 
     def fresh(self) -> dict[str, Tensor]:
         batch, seq = self.workload.sizes(self.tiny)

@@ -6,6 +6,7 @@
     compute alone       the model without its collectives
     network alone       its collectives without the model, one after another
     side by side        both of these at once, on two streams, nothing waiting for anything: what these kernels can reach
+    X, side by side     the same with strategy X's parts, of compute and of collectives: what its own kernels can reach
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from benchmarks.cases import Call
 from benchmarks.overlap.rows import DECODE, EP, SP, TP, Case
 from benchmarks.variants import Builder, NotAvailable, entry
 from dynaflow import strategies
-from dynaflow.ir import CALLER
+from dynaflow.ir import CALLER, WHOLE
 
 SEQUENTIAL, COMPUTE, NETWORK, BESIDE = "sequential", "compute alone", "network alone", "side by side"
 SHARED = (SEQUENTIAL, COMPUTE, NETWORK, BESIDE)
@@ -47,6 +48,10 @@ WITHOUT_WORKLOAD = ("PrefillDecode",)
 
 def one_stream(name: str) -> str:
     return f"{name}, one stream"
+
+
+def in_parts(name: str) -> str:
+    return f"{name}, {BESIDE}"
 
 
 # settings under which few tokens are enough: tiny models have no more, and strategies would give up
@@ -74,9 +79,28 @@ class OneStream(df.Strategy):
 
     def __init__(self, inner: df.Strategy):
         self.inner = inner
+        # the parts of its network ops when it planned last; the whole batch is none
+        self.parts: tuple[df.Part, ...] = ()
 
     def schedule(self, flow: Any) -> None:
-        self.inner.schedule(_Alone(flow))  # type: ignore[arg-type]
+        alone = _Alone(flow)
+        self.inner.schedule(alone)  # type: ignore[arg-type]
+        self.parts = tuple(sorted(part for part in alone.parts if not part.is_whole))
+
+
+class InParts(df.Strategy):
+    """Everything in parts, which take turns: a strategy's kernels without its network.
+
+    caller | A0 A1 B0 B1 ...
+    """
+
+    def __init__(self, parts: tuple[df.Part, ...]):
+        self.parts = parts
+
+    def schedule(self, flow: Any) -> None:
+        flow.split([0, *(part.bounds(flow.context.batch_size)[1] for part in self.parts)])
+        while ready := flow.get_ready_ops():
+            flow.execute(min(ready, key=lambda r: (r.depth, r.part)))
 
 
 class _Alone:
@@ -84,6 +108,8 @@ class _Alone:
 
     def __init__(self, flow: Any):
         self._flow = flow
+        # those of network ops
+        self.parts = set[df.Part]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._flow, name)
@@ -92,6 +118,8 @@ class _Alone:
         return CALLER
 
     def execute(self, ready: Any, stream: str = CALLER, **more: Any) -> Any:
+        items = ready if isinstance(ready, (list, tuple)) else [ready]
+        self.parts |= {item.part for item in items if item.kind == "network"}
         return self._flow.execute(ready, stream=CALLER, **more)
 
 
@@ -146,21 +174,25 @@ def _callable(case: Any, group: str, options: Mapping[str, Any]) -> Any:
         strategy: df.Strategy = df.Sequential()
     else:
         known = {name: find(name, case.tiny) for name, kinds in STRATEGIES.items() if case.workload.kind in kinds and is_there(name)}
-        strategy = Ways(known if group == OVERLAPPED else {one_stream(name): OneStream(s) for name, s in known.items()})
+        if group == ON_ONE_STREAM:
+            case.alone = {name: OneStream(s) for name, s in known.items()}
+        strategy = Ways(known if group == OVERLAPPED else {one_stream(name): s for name, s in case.alone.items()})
     never_slower = group == OVERLAPPED and _is_cuda(case)
     return df.compile(module, strategy=strategy, partition=partition, never_slower=never_slower, **runtime, **options)
 
 
-def _sender(case: Case) -> Callable[[], None]:
-    """All collectives of a step, on memory of their own."""
+def _sender(case: Case, parts: Sequence[df.Part] = (WHOLE,)) -> Callable[[], None]:
+    """All collectives of a step, each part by part, on memory of their own."""
     sent = case.collectives()
     if not sent:
         raise NotAvailable("the model sends nothing")
     given = {s.shape: torch.randn(s.shape, dtype=case.dtype, device=case.generator.device) for s in sent}
+    rows = [part.bounds(case.workload.sizes(case.tiny)[0]) for part in parts]
 
     def send() -> None:
         for s in sent:
-            s.again(given[s.shape])
+            for start, stop in rows:
+                s.again(given[s.shape][start:stop])
 
     return send
 
@@ -191,8 +223,8 @@ def _network(case: Any, _: Mapping[str, Any]) -> Call:
     return _recorded(send) if _is_cuda(case) else lambda number: send()
 
 
-def _beside(case: Any, _: Mapping[str, Any]) -> Call:
-    send, fast, comm = _sender(case), torch.compile(entry(case.bare)), torch.cuda.Stream(priority=-1)
+def _side_by_side(case: Any, fast: Callable[..., Any], send: Callable[[], None]) -> Call:
+    comm = torch.cuda.Stream(priority=-1)
     static = {name: x.clone() for name, x in case.sets[0].items()}
 
     def both() -> Any:
@@ -211,6 +243,25 @@ def _beside(case: Any, _: Mapping[str, Any]) -> Call:
     return _recorded(both, load)
 
 
+def _beside(case: Any, _: Mapping[str, Any]) -> Call:
+    return _side_by_side(case, torch.compile(entry(case.bare)), _sender(case))
+
+
+def _beside_in_parts(name: str) -> Builder:
+    """Strategies that cut alike share one recording."""
+
+    def build(case: Any, options: Mapping[str, Any]) -> Call:
+        parts = case.alone[name].parts if name in case.alone else ()
+        if not parts:
+            raise NotAvailable(f"{name} splits nothing that is sent")
+        if parts not in case.beside:
+            fast = df.compile(case.bare, strategy=InParts(parts), strict=True, **options)
+            case.beside[parts] = _side_by_side(case, fast, _sender(case, parts))
+        return case.beside[parts]  # type: ignore[no-any-return]
+
+    return build
+
+
 class Variants(variants.Variants):
     """Others load beside this process: what is faster is measured later, by `choose`."""
 
@@ -220,9 +271,10 @@ class Variants(variants.Variants):
         NETWORK: _network,
         BESIDE: _beside,
         **{one_stream(name): _way(one_stream(name), ON_ONE_STREAM) for name in STRATEGIES},
+        **{in_parts(name): _beside_in_parts(name) for name in STRATEGIES},
         **{name: _way(name, OVERLAPPED) for name in STRATEGIES},
     }
-    on_cuda_only = frozenset({BESIDE})
+    on_cuda_only = frozenset({BESIDE, *map(in_parts, STRATEGIES)})
 
     def _build(self, name: str) -> variants.Variant:
         with df.unmeasured():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import store
 from benchmarks.overlap.report import GOALS
-from benchmarks.overlap.sections import PAYS
+from benchmarks.overlap.sections import PAYS, shown_share
 from benchmarks.store import Result, cell, geomean, load
 
 RESULTS = "../../benchmarks/results"
@@ -72,7 +72,7 @@ def _overlap(strategy: str) -> str:
         text += f" The goal, {goal:.2f}x on its best row, is {verdict}."
     lines = [
         f"| {r['config']['workload']} | {r['config']['link']} | {r['baselines']['sequential']['median_ms']:.2f} | "
-        f"{r['ours']['median_ms']:.2f} | {_gain(r)} | {r['bound_beside']:.2f}x | {_hidden(r)} | {_outcome(r)} |"
+        f"{r['ours']['median_ms']:.2f} | {_gain(r)} | {r['bound_beside']:.2f}x | {shown_share(r)} | {_outcome(r)} |"
         for r in rows
     ]
     return _table(text, "workload, link, sequential (ms), overlapped (ms), speedup (95%), bound, hidden, what ran", lines)
@@ -155,12 +155,6 @@ def _table(text: str, heads: str, lines: Sequence[str]) -> str:
 def _gain(r: Result) -> str:
     low, high = r.get("interval") or (None, None)
     return f"{r['speedup']:.2f}x ({low:.2f} to {high:.2f})" if low else f"{r['speedup']:.2f}x"
-
-
-def _hidden(r: Result) -> str:
-    """Of the time that could be hidden; only where the plan ran and splits."""
-    share = r.get("hidden_share_beside", r.get("hidden_share"))
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _missed(r: Result, before: str) -> str:

@@ -14,8 +14,8 @@ import dynaflow as df
 from benchmarks.measure import Times
 from benchmarks.overlap import __main__ as suite
 from benchmarks.overlap import models, report, sections, variants
-from benchmarks.overlap.rows import EP, TP, WORKLOADS, select
-from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, OneStream, Variants, one_stream
+from benchmarks.overlap.rows import EP, TP, WORKLOADS, Sent, select
+from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, InParts, OneStream, Variants, in_parts, one_stream
 from benchmarks.store import load
 from dynaflow.testing.network import LINKS, wire_bytes
 
@@ -117,6 +117,34 @@ def test_one_stream_has_the_same_launches_on_the_callers_stream():
     assert [calls for calls, _ in alone] == [calls for calls, _ in overlapped]
 
 
+@pytest.mark.parametrize("pattern, strategy, num_parts", [
+    ("flux*1024px b=4", df.NanoBatch(4), 4), ("llama-3-70b*prefill 2k", df.TwoBatch(), 2), ("deepseek-v3*prefill 2k", df.SingleBatch(), 0),
+    ("llama-3-70b*prefill 2k", df.TokenWeave(wave=8, min_tokens=0), 2), ("llama-3-70b*prefill 2k", df.FusedGemm(2, 1), 0),
+])  # fmt: skip
+def test_parts_of_a_strategy_are_known_and_taken_without_its_network(pattern, strategy, num_parts):
+    """What sends is looked at: groups, too. The model without collectives then runs in the same parts, and computes the same."""
+    workload = one(pattern)
+    case = workload.case("cpu", tiny=True)
+    alone = OneStream(strategy)
+    df.explain(case.module, case.args(0), strategy=alone, partition=workload.partition)
+    assert len(alone.parts) == num_parts and not any(part.is_whole for part in alone.parts)
+    if num_parts:
+        bounds = [part.bounds(workload.sizes(True)[0]) for part in alone.parts]
+        assert bounds[0][0] == 0 and bounds[-1][1] == 4 and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+        fast = df.compile(case.bare, strategy=InParts(alone.parts), strict=True)
+        torch.testing.assert_close(case.outputs(fast(**case.args(0))), case.outputs(case.bare(**case.args(0))), rtol=0.05, atol=0.05)
+        assert df.stats(fast).num_part_launches and not df.stats(fast).fallbacks
+
+
+def test_collectives_in_parts_send_all_rows(monkeypatch):
+    case = one("flux*1024px b=4").case("cpu", tiny=True)
+    parts = tuple(df.Part(k, k + 1, 4) for k in range(4))
+    sent = []
+    monkeypatch.setattr(Sent, "again", lambda self, x: sent.append(tuple(x.shape)))
+    variants._sender(case, parts)()
+    assert sent == [(1, *s.shape[1:]) for s in case.collectives() for _ in parts] and len(sent) == 4 * 4
+
+
 def test_collectives_of_a_step_are_found():
     sent = one("flux*1024px b=2").case("cpu", tiny=True).collectives()
     assert [s.shape for s in sent] == [(2, 8, 8, 3, 8), (2, 8, 8, 8)] * 2 and sent[0].numbers == (10.0, 2960.0, 8, 16)
@@ -181,7 +209,8 @@ def test_command_says_what_was_not_run(tmp_path):
 
 
 def made_times(**ms):
-    names = {"sequential": SEQUENTIAL, "split": one_stream("X"), "ours": "X", "compute": COMPUTE, "network": NETWORK, "beside": BESIDE}
+    names = {"sequential": SEQUENTIAL, "split": one_stream("X"), "ours": "X", "compute": COMPUTE, "network": NETWORK, "beside": BESIDE,
+             "parts": in_parts("X")}  # fmt: skip
     return {names[n]: Times([[value]] * 4) for n, value in ms.items()}
 
 
@@ -191,6 +220,21 @@ def test_gains():
     assert (found["hidden_ms"], found["hideable_ms"], found["hideable_beside_ms"]) == (3, 4, 2)
     assert (found["hidden_share"], found["hidden_share_beside"]) == (0.75, 1.5)
     assert "hidden_ms" not in sections.gains(made_times(sequential=10, split=10, ours=10), "X", gave_up=True)
+
+
+@pytest.mark.parametrize("ours, share, is_met", [(8.0, 0.75, False), (7.3, 0.925, True), (6.9, 1.025, True)])
+def test_what_a_strategys_own_kernels_save_side_by_side_is_what_counts(ours, share, is_met):
+    """Unsplit ones save 2 ms, those of the parts 4."""
+    times = made_times(sequential=10, split=11, ours=ours, compute=7, network=4, beside=8, parts=7)
+    found = sections.gains(times, "X")
+    assert (found["hideable_in_parts_ms"], found["hidden_share_in_parts"]) == (4, pytest.approx(share))
+    assert sections.hidden_share(found) == found["hidden_share_in_parts"] != found["hidden_share_beside"]
+    assert [t["is_met"] for t in sections.targets(found | {"is_split": True})] == [True, is_met]
+
+
+def test_a_share_of_what_unsplit_kernels_save_is_marked():
+    row = {"hidden_share": 0.5, "hidden_share_beside": 0.8}
+    assert [sections.shown_share(r) for r in (row, row | {"hidden_share_in_parts": 0.9}, {})] == ["~80%", "90%", "-"]
 
 
 @pytest.mark.parametrize("ours, split, is_met", [
