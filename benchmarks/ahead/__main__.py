@@ -135,7 +135,7 @@ def has_gpu() -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="", help="branches, backend, overlap")
+    parser.add_argument("--suite", default="", help="branches, backend, overlap, systems")
     parser.add_argument("--rows", default="*", help="comma-separated globs over row names")
     parser.add_argument("--variants", default="", help="comma-separated variants; those that the suite's warm phase builds")
     parser.add_argument("--pack", type=Path, metavar="FOLDER")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo import pgo
 
 import dynaflow as df
 from benchmarks import cases
 from benchmarks.ahead import host, nothing
+from benchmarks.variants import NotAvailable
 
 
 def run(text: str) -> int:
@@ -47,19 +50,30 @@ def _branches(wish: dict[str, Any]) -> dict[str, str]:
     return _once(variants, wish["variants"] or to_warm(row, True))
 
 
-def _once(variants: Any, names: Any) -> dict[str, str]:
+def _once(variants: Any, names: Iterable[str]) -> dict[str, str]:
     """One call of each: what is compiled is compiled by the first. Why there is none, where there is none."""
-    missing = {}
-    for name in names:
-        began = time.perf_counter()
+
+    def first(name: str) -> None:
         try:
             call = variants.builders[name](variants.case, variants.options)
             variants.case.reset()
             call(0)
-        except Exception as error:  # noqa: BLE001 (the others can be compiled)
-            missing[name] = f"{type(error).__name__}: {str(error).strip()[:600]}"
         finally:
             variants.case.unmark()
+
+    return _each(first, names)
+
+
+def _each(first: Callable[[str], None], names: Iterable[str]) -> dict[str, str]:
+    missing = {}
+    for name in names:
+        began = time.perf_counter()
+        try:
+            first(name)
+        except NotAvailable as why:  # there is none on the GPU either
+            print(f"    {name}: {why}", flush=True)
+        except Exception as error:  # noqa: BLE001 (the others can be compiled)
+            missing[name] = f"{type(error).__name__}: {str(error).strip()[:600]}"
         print(f"    {name}: {time.perf_counter() - began:.1f} s {missing.get(name, '')}", flush=True)
     return missing
 
@@ -80,14 +94,48 @@ def _backend(wish: dict[str, Any]) -> dict[str, str]:
 def _overlap(wish: dict[str, Any]) -> dict[str, str]:
     from benchmarks.overlap.__main__ import strategies_of
     from benchmarks.overlap.rows import WORKLOADS
-    from benchmarks.overlap.variants import SHARED, Variants, one_stream
+    from benchmarks.overlap.sections import ways
+    from benchmarks.overlap.variants import Variants
 
     (workload,) = [w for w in WORKLOADS if w.name == wish["row"]]
     torch.set_grad_enabled(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    names = wish["variants"] or [*SHARED, *(name for s in strategies_of(workload, "") for name in (one_stream(s), s))]
+    names = wish["variants"] or ways(strategies_of(workload, ""))
     with df.unmeasured():
         return _once(Variants(workload.case("cuda", wish.get("tiny", False)), "cuda"), names)
+
+
+def _systems(wish: dict[str, Any]) -> dict[str, str]:
+    from benchmarks.systems.child import NUM_SETS
+    from benchmarks.systems.rows import rows, twin
+    from benchmarks.systems.training import Run
+    from benchmarks.systems.variants import DEFAULT
+
+    row, tiny = rows()[wish["row"]], wish.get("tiny", False)
+    torch.set_grad_enabled(False)
+    made = row.make(tiny, "cuda", torch.float32 if tiny else torch.bfloat16)
+    sets = [row.inputs(made, tiny, seed) for seed in range(NUM_SETS)]
+    # Dynamo drops the captures of what is gone, and those of code that variants share would not be as they are there
+    kept = []
+
+    def first(name: str) -> None:
+        pgo.reset_code_state()
+        kept.append(target := twin(made))
+        row.switch(target, name)
+        kept.append(way := row.way(target, name, sets, "cuda", tiny))
+        if isinstance(way, Run):
+            _know_losses(way)
+        way.first()
+
+    with df.unmeasured():
+        return _each(first, [name for name in row.variants() if name in (wish["variants"] or DEFAULT)])
+
+
+def _know_losses(way: Any) -> None:
+    """The Trainer looks at each loss once more, behind the step: whether it is a number."""
+    trainer = way._trainer
+    step = trainer.training_step
+    trainer.training_step = lambda *args, **kwargs: torch.zeros_like(step(*args, **kwargs))
 
 
 def rows(suite: str, pattern: str) -> list[str]:
@@ -97,9 +145,13 @@ def rows(suite: str, pattern: str) -> list[str]:
         from benchmarks.backend.models import ROWS
     elif suite == "overlap":
         from benchmarks.overlap.rows import WORKLOADS as ROWS
+    elif suite == "systems":
+        from benchmarks.systems import rows as systems
+
+        ROWS = tuple(systems.rows().values())
     else:
         raise SystemExit(f"--suite {suite}: no such suite can be compiled ahead; those that can: {', '.join(SUITES)}")
     return [row.name for row in cases.select(ROWS, pattern)]
 
 
-SUITES = {"branches": _branches, "backend": _backend, "overlap": _overlap}
+SUITES = {"branches": _branches, "backend": _backend, "overlap": _overlap, "systems": _systems}

@@ -107,16 +107,19 @@ def test_of_max_autotune_the_candidates_are_kept_and_no_choice(tmp_path: Path) -
     assert warm[0] == 0 and warm[1] > 0
 
 
-@pytest.mark.parametrize("suite, row", [("overlap", "flux ulysses8 1024px b=2"), ("backend", "llama decode b=16")])
-def test_units_of_strategies_are_compiled_too(tmp_path: Path, suite: str, row: str) -> None:
-    """Parts, several streams, an emulated network: nothing of a row is missing."""
+@pytest.mark.parametrize("suite, row", [
+    ("overlap", "flux ulysses8 1024px b=2"), ("backend", "llama decode b=16"),
+    ("systems", "lora trainer step 512 tokens"), ("systems", "sd3 1024 tokens"),
+])  # fmt: skip
+def test_all_variants_of_a_row_are_compiled(tmp_path: Path, suite: str, row: str) -> None:
+    """Parts, several streams, an emulated network, a Trainer's steps, a pipeline: nothing of a row is missing."""
     assert row in child.rows(suite, "*")
     found = _compile(tmp_path / "here", suite=suite, row=row)
     assert not found["missing"] and found["kernels compiled"] and found["graphs"]["miss"] > 1
 
 
 def test_rows_of_each_suite() -> None:
-    found = {suite: child.rows(suite, "llama*prefill*,hrnet_w18 b=1") for suite in child.SUITES}
+    found = {suite: child.rows(suite, "l*prefill*,hrnet_w18 b=1") for suite in child.SUITES}
     assert all(found.values()) and found["branches"] == ["hrnet_w18 b=1"]
-    with pytest.raises(SystemExit, match="branches, backend, overlap"):
+    with pytest.raises(SystemExit, match="branches, backend, overlap, systems"):
         child.rows("vllm_serving", "*")
