@@ -33,8 +33,8 @@ log = logging.getLogger("dynaflow")
 
 # bound plans that are kept per graph; the oldest goes first
 MAX_BOUND = 1024
-# plans that are kept per graph, of strategies that look at exact sizes, say
-MAX_PLANS = 256
+# plans that are kept per graph, of strategies that look at exact sizes, say; the oldest goes first
+MAX_PLANS = 1024
 
 Sizes = tuple[Any, ...]
 # the plans for a call's sizes, and the sequential one -> which of them is the fastest; None: unmeasured, the first is kept
@@ -52,6 +52,8 @@ class Bindings:
         self._recordings, self._padding = recordings, padding
         self._batch_at = [i for i, s in enumerate(self.flow.symbols) if s in self.flow.batch]
         self._bound: dict[Any, Bound | Fallback] = {}
+        # the plan that each of these came of, those that gave up too
+        self._made_of: dict[Any, Planned] = {}
         # contexts whose plans are still to be measured
         self._unmeasured: set[Any] = set()
         # tags that a plan looked at
@@ -71,13 +73,16 @@ class Bindings:
 
     def keep_steady(self, sizes: Sizes, bound: Bound) -> None:
         """Calls of these sizes replay it from now on, without a look at anything but their arguments; where tags do not matter."""
-        if not self._tags_read and sizes not in self._unmeasured:
-            self.steady[sizes] = bound
+        with self.settings.lock:
+            found = self._bound.get(sizes)  # another thread's call may have dropped it meanwhile
+            is_known = bound is (found.bound if isinstance(found, Fallback) else found)
+            if is_known and not self._tags_read and sizes not in self._unmeasured:
+                self.steady[sizes] = bound
 
     def clear(self) -> None:
         """As if nothing had been planned."""
         self.planning.plans.clear()
-        for kept in (self._bound, self._unmeasured, self.steady, self._serial):
+        for kept in (self._bound, self._made_of, self._unmeasured, self.steady, self._serial):
             kept.clear()
 
     def _key(self, sizes: Sizes, tags: Mapping[str, Any]) -> Any:
@@ -87,15 +92,18 @@ class Bindings:
             return (sizes, *sorted(tags.items()))
         return (sizes, *[tags.get(name) for name in self._tags_read])
 
-    def _keep(self, key: Any, bound: Bound | Fallback) -> None:
+    def _keep(self, key: Any, bound: Bound | Fallback, planned: Planned | None) -> None:
         if len(self._bound) >= MAX_BOUND:
             self._drop(next(iter(self._bound)))
         if key in self._bound:
             self._forget(self._bound[key])  # it was measured since, and is not the fastest
+        if planned is not None:
+            self._made_of[key] = planned
         self._bound[key] = bound
 
     def _drop(self, key: Any) -> None:
         self._forget(self._bound.pop(key))
+        self._made_of.pop(key, None)
         self.steady.pop(key, None)
         self._unmeasured.discard(key)
 
@@ -110,8 +118,11 @@ class Bindings:
         with self.settings.lock:
             bound = self.known(sizes, tags)
             if bound is None:
+                planned = None
                 try:
-                    bound = self._bind(sizes, tags, args, measure)
+                    facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
+                    planned = self._plan(facts, numbers)
+                    bound = self._bind(sizes, tags, self._bounds(planned, facts, numbers), planned, measure)
                 except errors.DynaFlowError as error:
                     # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one
                     if self.settings.strict or isinstance(error, errors.RankMissing):
@@ -122,13 +133,11 @@ class Bindings:
                     if self.settings.strict:
                         raise
                     bound = our_bug(self.settings.name, "planned", error)
-                self._keep(self._key(sizes, tags), bound)
+                self._keep(self._key(sizes, tags), bound, planned)
             return bound
 
-    def _bind(self, sizes: Sizes, tags: Mapping[str, Any], args: Sequence[Any], measure: Measure) -> Bound | Fallback:
-        facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
-        planned = self._plan(facts, numbers)
-        bounds = self._bounds(planned, facts, numbers)
+    def _bind(self, sizes: Sizes, tags: Mapping[str, Any], bounds: list[Bound], planned: Planned, measure: Measure) -> Bound | Fallback:
+        """`bounds`: the plan's for these sizes, and its rivals'."""
         if not bounds:
             why = planned.why(bool(self._batch_at) or self._fixed_batch is not None)
             return Fallback(why, None, isinstance(self.settings.strategy, Sequential), bound=self.as_one(sizes))
@@ -171,14 +180,14 @@ class Bindings:
         return planned
 
     def _drop_oldest_plans(self) -> None:
-        """With all that is bound to them. Ranks that plan together made theirs in one order, so the same one goes on each."""
+        """With all that came of them, what gave up too. Ranks that plan together made theirs in one order: the same one goes on each, and
+        what it was for is planned anew by all of them or by none."""
         while len(self.planning.plans) > MAX_PLANS:
             oldest = self.planning.plans.pop(0)
-            gone = {id(each.plan) for each in (oldest, *oldest.rivals)}
-            for key in [key for key, bound in self._bound.items() if isinstance(bound, Bound) and id(bound.plan) in gone]:
+            for key in [key for key, planned in self._made_of.items() if planned is oldest]:
                 self._drop(key)
-            for each in gone:
-                self._serial.pop(each, None)
+            for each in (oldest, *oldest.rivals):
+                self._serial.pop(id(each.plan), None)
 
     def _bounds(self, planned: Planned, facts: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[Bound]:
         """The plan for these sizes, then its rivals, as far as they can be had."""
@@ -218,10 +227,11 @@ class Bindings:
         with self.settings.lock:
             there = self._bound.get((bound, moved))
             if there is None:
-                known = (p.binder for p in self.planning.plans if p.binder is not None and p.plan is bound.plan)
-                binder = next(known, None) or Binder(bound.plan, bound.program)  # another thread's call may have dropped the plan meanwhile
-                there = binder.bind(bound.sizes, bound.memory, moved)
-                self._keep((bound, moved), there)
+                planned = next((p for p in self.planning.plans if p.binder is not None and p.plan is bound.plan), None)
+                if planned is None or planned.binder is None:  # another thread's call dropped the plan meanwhile: this one is the last
+                    return Binder(bound.plan, bound.program).bind(bound.sizes, bound.memory, moved)
+                there = planned.binder.bind(bound.sizes, bound.memory, moved)
+                self._keep((bound, moved), there, planned)
                 self.settings.count(binds=1)
             assert isinstance(there, Bound)
             return there

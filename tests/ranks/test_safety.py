@@ -101,6 +101,36 @@ def plans_that_are_dropped():
     return df.stats(fast).plans
 
 
+class WithMemory(nn.Module):
+    """`memory` has a size that no strategy looks at, and that ranks may have different."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, memory):
+        return self.inner(x + memory.sum(0))
+
+
+class NotIfSmall(Uneven):
+    def schedule(self, flow):
+        if int(flow.context.batch_size) < 4:
+            return flow.sequential("too small")
+        return super().schedule(flow)
+
+
+def what_gave_up_is_dropped(kept):
+    bindings.MAX_PLANS, ranks.TIME_LIMIT = kept, timedelta(seconds=10)
+    net, whole = nets(num_layers=1)
+    fast = df.compile(WithMemory(net).eval(), strategy=NotIfSmall())
+    lengths = {2: [3, 3 + dist.get_rank()]}  # the second time, one rank knows these very sizes, and the other one does not
+    for batch_size in (2, 4, 6, 8, 2):
+        memory = torch.zeros(lengths.get(batch_size, [3]).pop(0), models.WIDTH)
+        torch._dynamo.mark_dynamic(memory, 0)
+        torch.testing.assert_close(fast(batch(batch_size), memory), whole(batch(batch_size)))
+    return df.stats(fast).plans
+
+
 def another_context():
     net, whole = nets()
     fast = df.compile(net, strategy=ByTag())
@@ -151,6 +181,12 @@ def test_accepts_ranks_that_agree():
 
 def test_ranks_drop_the_same_plans():
     assert run(plans_that_are_dropped, 2) == [5, 5]
+
+
+@pytest.mark.parametrize("kept, num_plans", [(2, 5), (256, 4)])
+def test_ranks_drop_what_gave_up_too(kept, num_plans):
+    """Or one plans it anew, and waits for the other, which still knows."""
+    assert run(what_gave_up_is_dropped, 2, kept) == [num_plans] * 2
 
 
 def test_rejects_another_order_on_every_rank():
