@@ -5,8 +5,9 @@ Costs are measured by somebody else and given per op, over the whole batch. They
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynaflow.errors import OptionError
 from dynaflow.ir import Flow, Launch, Part
@@ -33,6 +34,10 @@ class Cost:
     def of(self, part: Part) -> Cost:
         """The cost of a part, by its rows."""
         return self if part.is_whole else Cost(self.us * (part.hi - part.lo) / part.of, self.share, self.held_bytes)
+
+    def at_sizes(self, growth: float) -> Cost:
+        """At sizes that are larger by this factor at most: what is held grows with them."""
+        return replace(self, held_bytes=math.ceil(self.held_bytes * max(growth, 1.0)))
 
 
 Costs = Mapping[str, Cost]

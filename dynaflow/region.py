@@ -58,7 +58,7 @@ MAX_CASES = 16
 # sizes that differ by less than this factor run as was found best for the first of them
 NEAR = 2.0
 # what a choice on disk was made by: another number where memory is counted otherwise
-COUNTED = 3
+COUNTED = 4
 
 # all regions of the process, for those who want to know what was chosen
 living: WeakSet[Region] = WeakSet()
@@ -300,7 +300,9 @@ class Case:
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
-            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory, choice.costs).take(bound):
+            growth = max((b / max(a, 1) for a, b in zip(near.numbers, self.numbers)), default=1.0)
+            costs = {name: cost.at_sizes(growth) for name, cost in choice.costs.items()}
+            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory, costs).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice, self.bound = replace(choice, plan=str(plan)), bound
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)

@@ -108,7 +108,6 @@ class Room:
     def __init__(self, args: Sequence[Any], serial: Bound, max_memory: float | None, costs: Costs | None = None):
         self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
         self._serial, self._max_memory, self._products = serial, max_memory, serial.program.products or frozenset()
-        self._has_segments = device_of(args).type == "cuda"
         # side streams that have a workspace by now
         self._streams: frozenset[Stream] = frozenset()
         self.learn(costs or {})
@@ -130,15 +129,18 @@ class Room:
         return self._given_bytes + bound.peak_bytes + num_workspaces * self._workspace_bytes + self._kept_by_streams(bound)
 
     def _kept_by_streams(self, bound: Bound) -> int:
-        """For what kernels allocate: per stream the most that one of them takes. On the caller's, results are part of the plan's peak."""
+        """For what kernels allocate: per stream the most that one of them takes. Results are part of the plan's peak: what counts is what
+        the allocator holds beside them, and on the caller's stream, where all else lies, nothing."""
         if not self._held_bytes:
             return 0
-        most = {stream.name: SMALL_SEGMENT * self._has_segments for stream in bound.streams}
+        most: dict[str, int] = {}
         loose = set(bound.plan.loose)
         for launch in bound.plan.launches:
             for name, _ in launch.calls:
-                if launch.stream != CALLER or loose.isdisjoint(bound.program.flow.op(name).writes):
-                    most[launch.stream] = max(most.get(launch.stream, 0), self._held_bytes.get(name, 0))
+                results = loose.intersection(bound.program.flow.op(name).writes) if name in self._held_bytes else ()
+                if launch.stream != CALLER or not results:
+                    beside = self._held_bytes.get(name, 0) - sum(map(bound.nbytes, results))
+                    most[launch.stream] = max(most.get(launch.stream, 0), beside)
         return sum(most.values())
 
     def take(self, bound: Bound) -> bool:
@@ -151,7 +153,7 @@ class Room:
     def make(self, streams: Sequence[Stream]) -> Sequence[Stream]:
         """Those of them that get a workspace to measure products by: none where it would be few. One is left for what has another
         priority, and one for what the allocator keeps for streams."""
-        made = streams[: self.num_spare - 2] if self.num_spare > MIN_MEASURED else ()
+        made = streams[: self.num_spare - 2] if self.num_spare - 2 >= MIN_MEASURED else ()
         self._streams |= frozenset(made)
         return made
 

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Callable, Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -34,8 +35,8 @@ class Inductor:
     def __init__(self, flow: Flow, layouts: Mapping[str, Layout], is_recorded: bool, options: Mapping[str, Any]):
         """`options`: of Inductor's configuration, for all that is compiled here."""
         self._flow, self._layouts, self._is_recorded, self._options = flow, layouts, is_recorded, dict(options)
-        # id of a unit -> what is compiled, or None where it runs eagerly; units are kept alive beside it
-        self._units: dict[int, tuple[Unit, CompiledUnit | None]] = {}
+        # what is compiled of a unit, or None where it runs eagerly, for as long as a plan has that unit
+        self._units: WeakKeyDictionary[Unit, CompiledUnit | None] = WeakKeyDictionary()
         self._eager = {op.name: f"{op.kind} ops run as they are" for op in flow.ops if op.kind in _AS_THEY_ARE}
         # What a split rule names (a layer's cache) is in the graph as a name or a number: compiled, each layer would be a unit of its own.
         self._eager |= {op.name: "it uses state beside its arguments" for op in flow.ops if any(map(is_state, op.uses))}
@@ -73,9 +74,9 @@ class Inductor:
         )  # fmt: skip
 
     def _compiled(self, unit: Unit) -> CompiledUnit | None:
-        if id(unit) not in self._units:
-            self._units[id(unit)] = (unit, self._prepare(unit))
-        return self._units[id(unit)][1]
+        if unit not in self._units:
+            self._units[unit] = self._prepare(unit)
+        return self._units[unit]
 
     def _prepare(self, unit: Unit) -> CompiledUnit | None:
         if not isinstance(unit.fn, fx.GraphModule) or any(name in self._eager for name in unit.ops):

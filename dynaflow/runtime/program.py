@@ -24,7 +24,7 @@ class Expr(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Unit:
     """An op as a function: takes `args` (value names and sizes), returns one tensor per name in `outs`."""
 
@@ -313,9 +313,12 @@ class Bound:
         """Of the rows that a view shows."""
         value, part = self.views[view]
         lo, hi = self.rows_of[part]
+        return self.nbytes(value) * (hi - lo) // self.batch_size if self.batch_size else 0
+
+    def nbytes(self, value: str) -> int:
         if value not in self._nbytes:
             self._nbytes[value] = evaluate(self.program.flow.value[value].nbytes, self.sizes)
-        return self._nbytes[value] * (hi - lo) // self.batch_size if self.batch_size else 0
+        return self._nbytes[value]
 
     @cached_property
     def _nbytes(self) -> dict[str, int]:

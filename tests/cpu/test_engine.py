@@ -15,6 +15,7 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import errors
+from dynaflow.inductor.units import CompiledUnit
 from dynaflow.runtime.binder import Binder
 
 RUNTIMES = ["threads", "fake:lazy", "fake:greedy", "fake:11"]
@@ -553,6 +554,35 @@ def test_plans_of_exact_sizes_are_not_kept_for_good(monkeypatch, runtime):
     assert df.stats(fast).plans == 11, "of twelve sizes, 2 was planned twice, and 11 was still there"
     gc.collect()
     assert len(alive) <= 2 * 3, "a plan and its twin on one stream each"
+
+
+class PartByPart(HalfAndRest):
+    """What of a part comes one behind the other is one unit, made for this plan."""
+
+    def schedule(self, flow):
+        flow.split([int(flow.context.batch_size) // 2, -1])
+        while ready := flow.get_ready_ops():
+            flow.execute(min(ready, key=lambda r: (r.part, r.depth)))
+
+
+def test_units_that_were_compiled_for_a_plan_go_with_it(monkeypatch):
+    monkeypatch.setattr("dynaflow.bindings.MAX_PLANS", 2)
+    alive, make = weakref.WeakSet(), CompiledUnit.__init__
+
+    def init(self, *args):
+        alive.add(self)
+        make(self, *args)
+
+    monkeypatch.setattr(CompiledUnit, "__init__", init)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).requires_grad_(False)
+    fast = df.compile(model, strategy=PartByPart(), partition=[df.SplitModule("*")], compiler="inductor", runtime="serial", strict=True)
+    made = []
+    for n in range(4, 11):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(fast(x), model(x))
+        made.append(len(alive))
+    gc.collect()
+    assert df.stats(fast).plans == 7 and len(alive) <= made[1], "as many as there were with two plans"
 
 
 def test_a_plan_for_many_sizes_stays(monkeypatch):

@@ -223,7 +223,7 @@ def test_products_stay_on_as_many_streams_as_may_have_a_workspace(monkeypatch, g
     assert list(room.confined(few)) == [Confined(((products, 1),))], "a tenth of the time is not worth a workspace"
 
 
-@pytest.mark.parametrize("given, num_made", [(100, 0), (600, 3), (2000, 7)])
+@pytest.mark.parametrize("given, num_made", [(100, 0), (420, 0), (600, 3), (2000, 7)])
 def test_streams_to_measure_products_by_are_plans_streams_then(monkeypatch, given, num_made):
     monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
     room = Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None)
@@ -245,12 +245,13 @@ def test_without_products_nothing_is_confined(monkeypatch):
 
 
 def launched(mib, where, loose=()):
-    """A plan that holds so much; op -> the stream that it runs on. Each op writes what is called like it."""
+    """A plan that holds so much; op -> the stream that it runs on. Each op writes what is called like it, 15 MiB."""
     launches = [SimpleNamespace(stream=stream, calls=[(op, None)]) for op, stream in where.items()]
     streams = [Stream(name) for name in dict.fromkeys(where.values()) if name != "caller"]
     program = SimpleNamespace(products=frozenset(), flow=SimpleNamespace(op=lambda name: SimpleNamespace(writes=(name,))))
     plan = SimpleNamespace(launches=launches, loose=loose)
-    return SimpleNamespace(peak_bytes=mib * MIB, product_streams=frozenset(), streams=streams, plan=plan, program=program)
+    return SimpleNamespace(
+        peak_bytes=mib * MIB, product_streams=frozenset(), streams=streams, plan=plan, program=program, nbytes=lambda value: 15 * MIB)
 
 
 HELD = {"conv.0": Cost(10.0, 1.0, 20 * MIB), "conv.1": Cost(10.0, 1.0, 12 * MIB), "poi.2": Cost(10.0), "sdpa.3": Cost(5.0, 1.0, 20 * MIB)}
@@ -270,12 +271,24 @@ def test_what_kernels_allocate_is_kept_per_stream():
     assert room.take(launched(40, ALONE | {"conv.1": "aux0"}))
 
 
-def test_results_of_the_callers_stream_are_part_of_the_peak():
+def test_results_are_part_of_the_peak():
     only = {name: cost for name, cost in HELD.items() if name == "sdpa.3"}
     room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], launched(40, ALONE, ["sdpa.3"]), 1.25, only)
     assert room.held(launched(40, ALONE, ["sdpa.3"])) == 140 * MIB
-    assert room.held(launched(40, ALONE | {"sdpa.3": "aux0"}, ["sdpa.3"])) == 160 * MIB, "there, they are in memory of their own"
+    assert room.held(launched(40, ALONE | {"sdpa.3": "aux0"}, ["sdpa.3"])) == 145 * MIB, "there, they are in a segment of their own"
     assert room.held(launched(40, ALONE)) == 160 * MIB, "not a result: memory to work in"
+
+
+def test_streams_on_which_nothing_allocates_keep_nothing():
+    only = {name: cost for name, cost in HELD.items() if name != "conv.1"}
+    room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], launched(40, ALONE), 1.0, only)
+    apart = ALONE | {"conv.1": "aux0", "poi.2": "aux1"}
+    assert room.held(launched(40, apart)) == room.limit and room.take(launched(40, apart))
+
+
+def test_what_is_held_grows_with_the_sizes():
+    cost = Cost(10.0, 0.5, 20 * MIB)
+    assert cost.at_sizes(1.5) == Cost(10.0, 0.5, 30 * MIB) and cost.at_sizes(0.6) == cost
 
 
 def test_what_is_not_measured_yet_is_not_counted():
