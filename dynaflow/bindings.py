@@ -25,6 +25,7 @@ from dynaflow.recorded import Padding
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.graphs import Recordings
 from dynaflow.runtime.program import Bound
+from dynaflow.settings import Measured
 from dynaflow.sources import Unplannable
 from dynaflow.strategies import Sequential
 from dynaflow.verify import verify_memory
@@ -150,6 +151,8 @@ class Bindings:
             self._unmeasured.add(key)
         elif outcome is not None:
             log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
+            options = tuple(next(p.chosen for p in (planned, *planned.rivals) if p.plan is each.plan) for each in bounds)
+            self.settings.note_measured(Measured(sizes, options, tuple(outcome.plans_us), outcome.sequential_us, outcome.winner))
             if outcome.winner is None:
                 return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self.as_one(sizes))
             bound = bounds[outcome.winner]

@@ -33,6 +33,8 @@ class Planned:
     binder: Binder | None
     # what the strategy's other options come to, where they are to be measured
     rivals: tuple[Planned, ...] = ()
+    # which option the first, second, ... `flow.any_of` of the strategy gave; 0 for those that are not named
+    chosen: tuple[int, ...] = ()
 
     def why(self, has_batch: bool) -> str:
         """Why the strategy gave up. A graph without a batch looks to it like one of a single row."""

@@ -82,13 +82,13 @@ class Planning:
         plan = planner.finish()
         self.settings.count(plans=1)
         if plan.reason:
-            return Planned(plan, context.looks, None), planner.num_options
+            return Planned(plan, context.looks, None, chosen=tuple(chosen)), planner.num_options
         check_shares(plan.streams, self.device)
         binder = self.finish(plan, planner.functions, sizes, planner.flow)
         plan = binder.plan
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
                  len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
-        return Planned(plan, context.looks, binder), planner.num_options
+        return Planned(plan, context.looks, binder, chosen=tuple(chosen)), planner.num_options
 
     def finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any], flow: Flow) -> Binder:
         """Where units are compiled, neighbours are fused; what units allocate themselves, for these sizes, needs no slot where nothing

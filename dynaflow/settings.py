@@ -31,6 +31,8 @@ COMPILERS = ("auto", "inductor", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # which dim of which argument is the batch: one for all, one per argument, or a function from a call's arguments to one of these
 Batch = int | Mapping[str, int] | Callable[[Mapping[str, Any]], int | Mapping[str, int] | None] | None
+# sizes that `Stats.measured` keeps
+MAX_MEASURED = 64
 RUNTIMES = ("auto", "cuda", "graph", "threads", "serial", "fake")
 
 
@@ -50,6 +52,25 @@ def why_uncompiled(device: torch.device) -> str:
     except (RuntimeError, OSError) as error:
         return f"there is no C++ compiler: {error}"
     return ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `never_slower=True` measured for one size, or found on disk."""
+
+    sizes: tuple[Any, ...]
+    # per plan, which option the first, second, ... `flow.any_of` of the strategy gave; 0 for those that are not named
+    options: tuple[tuple[int, ...], ...]
+    # microseconds per call
+    plans_us: tuple[float, ...]
+    sequential_us: float
+    # which of the plans is kept; None: the sequential one
+    winner: int | None
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """The options of the plan that is kept."""
+        return () if self.winner is None else self.options[self.winner]
 
 
 @dataclass
@@ -75,6 +96,8 @@ class Stats:
     peak_bytes: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
+    # with never_slower=True: the sizes that were measured last, the newest behind
+    measured: list[Measured] = field(default_factory=list)
 
 
 def summed(several: Sequence[Stats]) -> Stats:
@@ -147,6 +170,12 @@ class Settings:
         with _counting:
             for stats in (self.stats, TOTAL):
                 stats.peak_bytes = max(stats.peak_bytes, peak_bytes)
+
+    def note_measured(self, measured: Measured) -> None:
+        with _counting:
+            for stats in (self.stats, TOTAL):
+                stats.measured.append(measured)
+                del stats.measured[:-MAX_MEASURED]
 
     def count_call(self) -> None:
         with _counting:  # spelt out: this is on the path of every call

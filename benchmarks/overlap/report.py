@@ -54,7 +54,7 @@ def _worked_out(row: Result) -> Result:
     figures = {**row["baselines"], **row.get("alone", {}), name: row["ours"]}
     stale = {key for key in row if key.startswith(("hidden", "hideable", "bound"))}
     kept = {key: value for key, value in row.items() if key not in stale}
-    found = kept | hidden({n: f["median_ms"] for n, f in figures.items() if f}, name, bool(row["gave_up"]))
+    found = kept | hidden({n: f["median_ms"] for n, f in figures.items() if f}, name, bool(row["gave_up"]), bool(row["is_split"]))
     return found | {"targets": targets_of(found)}
 
 

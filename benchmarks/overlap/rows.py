@@ -91,6 +91,9 @@ class Case(cases.Case):
     alone: dict[str, Any] = field(default_factory=dict)
     # parts -> compute and collectives in these parts, side by side
     beside: dict[Any, Call] = field(default_factory=dict)
+    # group of ways -> the strategy that has them; and of a way, by which other one it is taken since options were measured
+    ways: dict[str, Any] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
 
     def fresh(self) -> dict[str, Tensor]:
         batch, seq = self.workload.sizes(self.tiny)

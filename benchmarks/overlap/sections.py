@@ -31,6 +31,7 @@ def measured(case: Case, variants: Variants, strategies: Sequence[str], num_roun
     made = variants.some(*ways(strategies))
     turn.take()
     chosen = {s: variants.choose(s) for s in strategies if s in made}
+    made = variants.some(*ways(strategies))  # held against the options that were fastest
     for variant in made.values():
         variants.steps(variant.call, 3)
     # strategies that cut alike are side by side in the same recording
@@ -58,24 +59,25 @@ def _result(case: Case, variants: Variants, times: Mapping[str, Times], name: st
     variant = variants.get(name)
     assert variant is not None, name
     notes += [f"gave up: {gave_up}"] if gave_up else [f"{name}: {w}" for w in variant.warnings]
-    found |= gains(times, name, bool(gave_up)) | equal(case, variants, name)
-    found |= {"gave_up": gave_up, "is_split": is_split, "note": "; ".join(notes)}
+    found |= gains(times, name, bool(gave_up), is_split) | equal(case, variants, name)
+    found |= {"gave_up": gave_up, "is_split": is_split, "options": case.taken.get(one_stream(name), ""), "note": "; ".join(notes)}
     return found | {"targets": targets(found)}
 
 
-def gains(times: Mapping[str, Times], name: str, gave_up: bool = False) -> Result:
+def gains(times: Mapping[str, Times], name: str, gave_up: bool = False, is_split: bool = True) -> Result:
     """Speedup over sequential with its interval, and what follows from the medians."""
     speedup = ratio(times[SEQUENTIAL], times[name])
     found = {"speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
-    return found | hidden({n: statistics.median(t.all) for n, t in times.items()}, name, gave_up)
+    return found | hidden({n: statistics.median(t.all) for n, t in times.items()}, name, gave_up, is_split)
 
 
-def hidden(ms: Mapping[str, float], name: str, gave_up: bool = False) -> Result:
+def hidden(ms: Mapping[str, float], name: str, gave_up: bool = False, is_split: bool = True) -> Result:
     """How much of the time that could be hidden is.
 
-    Hidden is what overlapping saves over the same parts on one stream. Hideable is what the same kernels save side by side, nothing
-    waiting for anything, against one after the other: the strategy's own, in its parts. (Of older rows, unsplit ones are known, against
-    the sequential plan; and the shorter of compute and network, each alone: a device that only computes gets hot, and slow.)
+    Hidden is what overlapping saves over the same launches on one stream: those of the option that was fastest. Hideable is what the same
+    kernels save side by side, nothing waiting for anything, against one after the other: in the strategy's parts, or unsplit where its
+    plan does not split. (Of older rows, unsplit ones alone are known, against the sequential plan; and the shorter of compute and
+    network, each alone: a device that only computes gets hot, and slow.)
     """
     found: Result = {}
     one, beside = ms.get(one_stream(name)), ms.get(in_parts(name))
@@ -85,7 +87,7 @@ def hidden(ms: Mapping[str, float], name: str, gave_up: bool = False) -> Result:
         if BESIDE in ms:
             found["bound_beside"] = round(ms[SEQUENTIAL] / ms[BESIDE], 4)
             found["hideable_beside_ms"] = round(ms[SEQUENTIAL] - ms[BESIDE], 5)
-    if one is not None and beside is not None:
+    if one is not None and is_split and beside is not None:
         found["hideable_in_parts_ms"] = round(one - beside, 5)
     if one is not None and not gave_up:
         found["hidden_ms"] = round(one - ms[name], 5)
@@ -96,15 +98,23 @@ def hidden(ms: Mapping[str, float], name: str, gave_up: bool = False) -> Result:
 
 
 def hidden_share(found: Mapping[str, Any]) -> float | None:
-    """By the best that is known of the row."""
-    known = (found.get(f"hidden_share{what}") for what in ("_in_parts", "_beside", ""))
-    return next((share for share in known if share is not None), None)
+    """By the best that is known of the row. None where nothing could be hidden, or where what is known is of other launches."""
+    if "hideable_in_parts_ms" in found:
+        return found.get("hidden_share_in_parts")
+    known = (found.get(f"hidden_share{what}") for what in ("_beside", ""))
+    return next((share for share in known if share is not None), None) if _is_of_its_own(found) else None
 
 
 def shown_share(found: Mapping[str, Any]) -> str:
-    """With a mark where it is of what unsplit kernels save."""
+    """With a mark where parts are held against what unsplit kernels save."""
     share = hidden_share(found)
-    return "-" if share is None else f"{share:.0%}" if "hidden_share_in_parts" in found else f"~{share:.0%}"
+    is_marked = found.get("is_split", True) and "hideable_in_parts_ms" not in found
+    return "-" if share is None else f"{'~' * is_marked}{share:.0%}"
+
+
+def _is_of_its_own(found: Mapping[str, Any]) -> bool:
+    """Older rows held an option that does not split against the parts of another one."""
+    return bool(found.get("is_split", True) or "options" in found)
 
 
 def targets(found: Result) -> list[Result]:

@@ -75,15 +75,17 @@ class OneStream(df.Strategy):
     """Another strategy's launches in its order, all on the caller's stream: the price of its parts, nothing won back.
 
     caller | A0 A1 a0 B0 a1 B1 ...
+
+    `chosen`: of its options, those that were measured to be fastest (`df.stats(fast).measured`).
     """
 
-    def __init__(self, inner: df.Strategy):
-        self.inner = inner
+    def __init__(self, inner: df.Strategy, chosen: tuple[int, ...] = ()):
+        self.inner, self.chosen = inner, chosen
         # the parts of its network ops when it planned last; the whole batch is none
         self.parts: tuple[df.Part, ...] = ()
 
     def schedule(self, flow: Any) -> None:
-        alone = _Alone(flow)
+        alone = _Alone(flow, self.chosen)
         self.inner.schedule(alone)  # type: ignore[arg-type]
         self.parts = tuple(sorted(part for part in alone.parts if not part.is_whole))
 
@@ -104,10 +106,10 @@ class InParts(df.Strategy):
 
 
 class _Alone:
-    """A flow that has no other stream than the caller's."""
+    """A flow that has no other stream than the caller's, and of options those that are chosen."""
 
-    def __init__(self, flow: Any):
-        self._flow = flow
+    def __init__(self, flow: Any, chosen: tuple[int, ...]):
+        self._flow, self._chosen = flow, list(chosen)
         # those of network ops
         self.parts = set[df.Part]()
 
@@ -116,6 +118,9 @@ class _Alone:
 
     def stream(self, name: str, **_: Any) -> str:
         return CALLER
+
+    def any_of(self, *options: Any) -> Any:
+        return options[min(self._chosen.pop(0), len(options) - 1)] if self._chosen else options[0]
 
     def execute(self, ready: Any, stream: str = CALLER, **more: Any) -> Any:
         items = ready if isinstance(ready, (list, tuple)) else [ready]
@@ -157,7 +162,7 @@ def _way(name: str, group: str) -> Builder:
         fast = case.callables[group]
 
         def call(number: int) -> Any:
-            with in_way(case, name):
+            with in_way(case, case.taken.get(name, name)):
                 return fast(**case.args(number))
 
         call.fast = fast  # type: ignore[attr-defined]
@@ -177,6 +182,7 @@ def _callable(case: Any, group: str, options: Mapping[str, Any]) -> Any:
         if group == ON_ONE_STREAM:
             case.alone = {name: OneStream(s) for name, s in known.items()}
         strategy = Ways(known if group == OVERLAPPED else {one_stream(name): s for name, s in case.alone.items()})
+        case.ways[group] = strategy
     never_slower = group == OVERLAPPED and _is_cuda(case)
     return df.compile(module, strategy=strategy, partition=partition, never_slower=never_slower, **runtime, **options)
 
@@ -284,9 +290,27 @@ class Variants(variants.Variants):
         return {}  # several ways share a callable: `choose` tells them apart
 
     def choose(self, name: str) -> tuple[str, bool]:
-        """Let a strategy's plans be measured. (why it gave up, empty where it did not; whether its plan splits the batch)"""
+        """Let a strategy's plans be measured. (why it gave up, empty where it did not; whether its plan splits the batch)
+
+        What it is held against, its parts on one stream and side by side, is of the option that was fastest from here on."""
         call = self._made[name].call
         stats = df.stats(call.fast)  # type: ignore[attr-defined]
-        fallbacks, num_in_parts = Counter(stats.fallbacks), stats.num_part_launches
+        fallbacks, num_in_parts, known = Counter(stats.fallbacks), stats.num_part_launches, list(stats.measured)
         self.steps(call, 1)
+        new = [measured for measured in stats.measured if measured not in known]
+        if new and any(new[-1].chosen):
+            self._take(name, new[-1].chosen)
         return next(iter(stats.fallbacks - fallbacks), "").partition("\n")[0], stats.num_part_launches > num_in_parts
+
+    def _take(self, name: str, chosen: tuple[int, ...]) -> None:
+        case: Any = self.case
+        if (one := self._made.get(one_stream(name))) is None:
+            return
+        way = f"{one_stream(name)}, options {chosen}"
+        case.alone[name] = case.ways[ON_ONE_STREAM].ways[way] = OneStream(case.alone[name].inner, chosen)
+        case.taken[one_stream(name)] = way
+        with df.unmeasured():
+            self.steps(one.call, 4)
+        for known in (self._made, self.missing):
+            known.pop(in_parts(name), None)
+        self.get(in_parts(name))

@@ -57,7 +57,7 @@ class CommOverlap(Strategy):
             # The longer one in full, of the shorter one the first part, which nothing hides, and the launches.
             longer, shorter = max(network_us, compute_us), min(network_us, compute_us)
             best = min(range(1, most + 1), key=lambda n: longer + shorter / n + n * len(costs) * LAUNCH_US)
+        num_parts = flow.any_of(best, *(n for n in range(most, 0, -1) if n != best))
         rows = 1 if network_us else rows_of(flow.flow, self.min_part_tokens)
-        fitting = [n for n in range(most, 1, -1) if flow.context.batch_size >= n * rows] + [1]
-        best = max(n for n in fitting if n <= best)
-        return flow.any_of(best, *(n for n in fitting if n != best))
+        # the batch is only compared with what is taken: a comparison that comes out otherwise is another plan
+        return next(n for n in range(num_parts, 0, -1) if n == 1 or flow.context.batch_size >= n * rows)

@@ -157,6 +157,18 @@ def test_of_a_strategy_s_options_the_fastest_runs(times, us, num_parts):
         for call in (fast, plain):
             call(torch.randn(6, 8), torch.zeros(6, 8))
     assert times["num"] == 1 and df.stats(fast).num_part_launches == df.stats(plain).num_part_launches
+    (measured,) = df.stats(fast).measured
+    assert measured.options == ((), (1,), (0, 1), (1, 1)) and measured.chosen == {3: (1,), 2: (0, 1), 1: ()}[num_parts]
+    assert (*measured.plans_us, measured.sequential_us) == us and measured.sizes == (6,) and not df.stats(plain).measured
+
+
+def test_what_was_measured_is_kept_for_some_sizes(times, monkeypatch):
+    monkeypatch.setattr("dynaflow.settings.MAX_MEASURED", 2)
+    fast = compiled(net(), runtime="threads")
+    with torch.no_grad():
+        for n in (4, 6, 8):
+            fast(torch.randn(n, 8), torch.zeros(n, 8))
+    assert [measured.sizes for measured in df.stats(fast).measured] == [(6,), (8,)]
 
 
 class Cache(nn.Module):

@@ -234,7 +234,46 @@ def test_what_a_strategys_own_kernels_save_side_by_side_is_what_counts(ours, sha
 
 def test_a_share_of_what_unsplit_kernels_save_is_marked():
     row = {"hidden_share": 0.5, "hidden_share_beside": 0.8}
-    assert [sections.shown_share(r) for r in (row, row | {"hidden_share_in_parts": 0.9}, {})] == ["~80%", "90%", "-"]
+    new = row | {"hideable_in_parts_ms": 1.0, "hidden_share_in_parts": 0.9}
+    assert [sections.shown_share(r) for r in (row, new, {})] == ["~80%", "90%", "-"]
+    assert sections.shown_share(row | {"hideable_in_parts_ms": -0.1}) == "-", "nothing could be hidden"
+
+
+def test_what_does_not_split_is_held_against_unsplit_kernels():
+    """Three parts on one stream take 14: that what runs saves six of them is nothing that overlapping does."""
+    times = made_times(sequential=10, split=10.5, ours=9.5, compute=7, network=4, beside=9, parts=12)
+    row = sections.gains(times, "X", is_split=False) | {"is_split": False, "options": ""}
+    assert row["hidden_ms"] == 1 and "hideable_in_parts_ms" not in row and sections.shown_share(row) == "100%"
+    older = {key: value for key, value in row.items() if key != "options"}
+    assert sections.shown_share(older) == "-", "its parts on one stream may have been another option's"
+
+
+class Either(df.Strategy):
+    """Two parts, or four."""
+
+    def schedule(self, flow):
+        return df.NanoBatch(flow.any_of(2, 4)).schedule(flow)
+
+
+def test_a_strategy_is_held_against_the_option_that_was_fastest(monkeypatch):
+    monkeypatch.setitem(variants.STRATEGIES, "Either", (TP,))
+    monkeypatch.setattr(df, "Either", Either, raising=False)
+    ways = {**Variants.builders, **{n: variants._way(n, variants.ON_ONE_STREAM) for n in (one_stream("Either"),)}}
+    monkeypatch.setattr(Variants, "builders", {**ways, "Either": variants._way("Either", variants.OVERLAPPED)})
+    case = one("llama-3-70b*prefill 2k").case("cpu", tiny=True)
+    made = Variants(case, "cpu")
+    made.some(one_stream("Either"), "Either")
+    assert len(case.alone["Either"].parts) == 2
+    assert made.choose("Either") == ("", True) and not case.taken, "nothing was measured"
+    stats = df.stats(made._made["Either"].call.fast)
+    measured = df.settings.Measured((4,), ((), (1,)), (2.0, 1.0), 3.0, 1)
+    plain = Variants.steps
+    monkeypatch.setattr(Variants, "steps", lambda *args: (stats.measured.append(measured), plain(*args)))
+    assert made.choose("Either") == ("", True)
+    assert len(case.alone["Either"].parts) == 4 and case.taken == {one_stream("Either"): "Either, one stream, options (1,)"}
+    before = df.stats(made._made[one_stream("Either")].call.fast).num_part_launches
+    made.steps(made._made[one_stream("Either")].call, 1)
+    assert df.stats(made._made[one_stream("Either")].call.fast).num_part_launches - before > 4
 
 
 @pytest.mark.parametrize("ours, split, is_met", [
