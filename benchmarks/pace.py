@@ -53,10 +53,14 @@ class Core:
     def __exit__(self, *_: object) -> None:
         os.sched_setaffinity(0, self._before)
 
-    def is_fast(self) -> bool:
+    def look(self) -> float:
+        """What the loop takes now."""
         now_us = loop_us()
         self.best_us = min(self.best_us, now_us)
-        return now_us <= SLACK * self.best_us
+        return now_us
+
+    def is_fast(self) -> bool:
+        return self.look() <= SLACK * self.best_us
 
     def settle(self) -> None:
         """Onto the fastest, where this one no longer is."""

@@ -89,7 +89,7 @@ def serve(wish: Result) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         requests = arrivals(Load(**asked["load"]), wish["vocabulary"])
-        before, times, was_fast, tokens = copy.deepcopy(stats()), [], [], {}
+        before, times, loops, tokens = copy.deepcopy(stats()), [], [], {}
         # what is started while this thread sits on one core would sit there, too: compilers do, when a load is served first
         with Core() if asked["is_timed"] else nullcontext() as core:
             for _ in range(asked["times"]):
@@ -99,9 +99,9 @@ def serve(wish: Result) -> None:
                 began = time.perf_counter()
                 tokens = {output.request_id: list(output.outputs[0].token_ids) for output in served(llm, requests, wish["adapters"])}
                 times.append((time.perf_counter() - began) * 1e3)
-                was_fast.append(core is None or core.is_fast())
+                loops.append(None if core is None else round(core.look(), 2))
         now = stats()
-        answer({"ms": times, "was_fast": was_fast, "tokens": tokens, "steps": now.steps - before.steps,
+        answer({"ms": times, "loop_us": loops, "tokens": tokens, "steps": now.steps - before.steps,
                 "split_steps": now.split_steps - before.split_steps, "fallbacks": dict(now.fallbacks - before.fallbacks),
                 "refusal": now.refusal, "regions": now.regions, "planned_regions": now.planned_regions})  # fmt: skip
 

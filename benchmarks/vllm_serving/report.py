@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks import provenance, store
 from benchmarks.measure import Times, ratio
+from benchmarks.pace import SLACK
 from benchmarks.store import Result, stamped, target
 from benchmarks.vllm_serving.engine import arrivals
 from benchmarks.vllm_serving.suites import (
@@ -33,7 +35,8 @@ NO_OVERLAP = ", no overlap"
 
 def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Mapping[str, str], args: argparse.Namespace) -> list[Result]:
     """One per way of ours that is no control."""
-    times = {way: Times([_kept(found) for found in each]) for way, each in rounds.items()}
+    kept = _kept(rounds)
+    times = {way: Times(each) for way, each in kept.items()}
     num_tokens = sum(len(prompt) + made for _, prompt, made in arrivals(suite.loads[load], suite.model["vocab_size"]))
     figures = {way: {**t.figures(), "tokens_per_s": round(num_tokens / t.figures()["median_ms"] * 1e3)} for way, t in times.items()}
     baselines = [way for way in BASELINES if way in times]
@@ -62,7 +65,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
             "baselines": {b: figures[b] for b in (*baselines, DUAL, f"{way}{NO_OVERLAP}") if b in figures}, "emulated": suite.is_emulated,
             "interval": [gain.get("low"), gain.get("high")], "equal": equal, "steps": ours["steps"], "split_steps": ours["split_steps"],
             "regions": ours["regions"], "planned_regions": ours["planned_regions"], "fallbacks": ours["fallbacks"],
-            "left_out": {w: sum(len(found["ms"]) - len(_kept(found)) for found in rounds[w]) for w in (*baselines, way)},
+            "left_out": {w: sum(len(found["ms"]) for found in rounds[w]) - sum(map(len, kept[w])) for w in (*baselines, way)},
             "note": "; ".join(filter(None, (ours["refusal"], note))),
             **({"noise": [noise["low"], noise["high"]]} if noise else {}),
             "targets": _targets(suite, load, way, gain.get("ratio"), noise),
@@ -72,9 +75,19 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
     return found
 
 
-def _kept(found: Result) -> list[float]:
-    """Of one round: what was served while the machine was fast; all, where it never was."""
-    return [ms for ms, fast in zip(found["ms"], found["was_fast"]) if fast] or list(found["ms"])
+def _kept(rounds: Mapping[str, list[Result]]) -> dict[str, list[list[float]]]:
+    """Per way and round: what was served while the machine was as fast as any engine ever saw it. A round in which one of the ways never
+    had it so is left out for all; all of them count where nothing else is left."""
+    best_us = min((us for each in rounds.values() for found in each for us in found["loop_us"] if us), default=math.inf)
+
+    def fast(found: Result) -> list[float]:
+        return [ms for ms, us in zip(found["ms"], found["loop_us"]) if not us or us <= SLACK * best_us]
+
+    by_way = {way: [fast(found) for found in each] for way, each in rounds.items()}
+    whole = [i for i in range(min(map(len, by_way.values()), default=0)) if all(each[i] for each in by_way.values())]
+    if not whole:
+        return {way: [list(found["ms"]) for found in each] for way, each in rounds.items()}
+    return {way: [each[i] for i in whole] for way, each in by_way.items()}
 
 
 def has_changed(row: Result) -> bool:
