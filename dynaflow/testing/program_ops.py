@@ -183,7 +183,8 @@ _TABLE: list[tuple[float, str, str, str, str]] = [
     (1, "dim", "drop d", "", "v.mean(d) | v.sum(d) * 0.5 | v.amax(d) | v.max(d).values | torch.logsumexp(v, d) | v.std(d, unbiased=False)"),
     # the whole batch is needed
     (1, "rows", "same", "", "v - v.mean(a, keepdim=True) | v.cumsum(a) * 0.2 | torch.softmax(v, a) | v / v.shape[a] | v / (v.norm() + 1)"),
-    (1, "rows", "same", "exact", "v.sort(a).values | v.flip(a) | v.roll(1, a) | v.index_select(a, torch.arange(v.shape[a]).flip(0))"),
+    (1, "rows", "same", "exact",
+     "v.sort(a).values | v.flip(a) | v.roll(1, a) | v.index_select(a, torch.arange(v.shape[a], device=v.device).flip(0))"),
     (0.7, "rows", "same", "exact", "torch.cat([v.narrow(a, 1, v.shape[a] - 1), v.narrow(a, 0, 1)], a)"),
     (0.7, "rows", "same", "exact", "v + v.select(a, 0).unsqueeze(a) * 0.5 | v - v.select(a, -1).unsqueeze(a) | v.clone()"),
     (0.5, "matrix", "same", "", "(v @ v.t() * 0.1).softmax(-1) @ v | torch.tril(v) | torch.cdist(v, v).mean(1, keepdim=True) + v"),
@@ -233,7 +234,7 @@ def autocast(s: Scope) -> Any:
     v = s.pick(lambda v: v.dtype == "float32" and len(v.shape) >= 2 and v.width > 0)
     if v:
         name = s.member(f"self.NAME = linear({v.width}, 4)")
-        s.line('with torch.autocast("cpu", dtype=torch.bfloat16):')
+        s.line(f'with torch.autocast("{s.program.device}", dtype=torch.bfloat16):')
         s.line(f"    low = torch.relu({name}({v.name} * 1.0))")
         s.new("low.float()", (*v.shape[:-1], 4), v)
         s.program.tolerance = 5e-2
@@ -381,8 +382,9 @@ def to_rows(s: Scope) -> Any:
         return None
     n = f"{rows.name}.shape[{rows.axis}]"
     if v is None or s.rng.random() < 0.4:
-        text = s.rng.choice(["torch.arange({}, dtype=torch.float32) * 0.1", "torch.ones({})", "torch.full(({},), 0.5)"])
-        return s.new(text.format(n), ("1B",), rows, dtype="float32", exact=True)
+        text = s.rng.choice(["torch.arange({}, dtype=torch.float32, device={}) * 0.1", "torch.ones({}, device={})",
+                             "torch.full(({},), 0.5, device={})"])  # fmt: skip
+        return s.new(text.format(n, f"{rows.name}.device"), ("1B",), rows, dtype="float32", exact=True)
     if s.rng.random() < 0.5:
         return s.new(f"{v.name}.repeat({n}, {', '.join('1' for _ in v.shape)})", ("1B", *v.shape), v, exact=True)
     return s.new(f"{v.name}.expand({n}, {', '.join('-1' for _ in v.shape)})", ("1B", *v.shape), v, view=True, is_dense=False)
@@ -394,7 +396,7 @@ def look_up(s: Scope) -> Any:
     if v:
         n = v.name
         if v.axis == 0 and v.shape[0] == "1B" and s.rng.random() < 0.5:
-            return s.new(f"{n}[{n}.shape[0] - 1 - torch.arange({n}.shape[0])]", v.shape, v, exact=True)
+            return s.new(f"{n}[{n}.shape[0] - 1 - torch.arange({n}.shape[0], device={n}.device)]", v.shape, v, exact=True)
         if s.rng.random() < 0.5:
             return s.new(f"{n}[..., {s.buffer('torch.tensor([0, 0])')}]", (*v.shape[:-1], 2), v, exact=True)
         return s.new(f"F.embedding(({n} > 0).long(), {s.parameter(2, 4)})", (*v.shape, 4), v, exact=True, dtype="float32")
@@ -457,10 +459,11 @@ def scatter(s: Scope) -> Any:
     w = s.same_as(v, other_root=True, exact=True)
     if v and w:
         n, m = v.name, w.name
+        rows = f"torch.arange({n}.shape[0], device={n}.device)"
         return s.change(v, s.rng.choice([
-            f"{n}.scatter_(1, ({m} > 0).long() % {v.width}, 0.5)", f"{n}.index_add_(0, torch.arange({n}.shape[0]).flip(0), {m})",
+            f"{n}.scatter_(1, ({m} > 0).long() % {v.width}, 0.5)", f"{n}.index_add_(0, {rows}.flip(0), {m})",
             f"{n}.index_copy_(1, {s.buffer('torch.tensor([0])')}, {m}[:, :1])", f"{n}[{m} > 0.5] = 0.25", f"{n}[..., 0] = {m}[..., 0]",
-            f"{n}[torch.arange({n}.shape[0]), 0] = {m}[:, 0]", f"{n}.masked_fill_({m} > 0, 0.5)",
+            f"{n}[{rows}, 0] = {m}[:, 0]", f"{n}.masked_fill_({m} > 0, 0.5)",
         ]), w)  # fmt: skip
 
 

@@ -4,6 +4,7 @@
     python -m dynaflow.testing.programs --programs 200
     python -m dynaflow.testing.programs --programs 20 --compiler inductor       # units compiled: minutes
     python -m dynaflow.testing.programs --programs 20 --kernels                 # ops are Inductor's kernels: minutes
+    python -m dynaflow.testing.programs --device cuda                           # streams, and recordings whose outputs somebody keeps
 
 A program is a tree of modules over inputs [B, ...] (or [S, B, ...]), parameters and buffers. It is valid in eager mode for every
 batch size, and deterministic. Whatever decides by comparison (a mask, an argmax) is computed exactly, so that no rounding flips it.
@@ -53,6 +54,7 @@ BATCH_SIZES = (8, 3, 2, 5, 17, 1)
 class Program:
     seed: int
     rng: random.Random
+    device: str = "cpu"
     # the dim that carries the batch, as df.compile's batch=
     batch: int = 0
     partition: Any = "auto"
@@ -95,7 +97,7 @@ class Program:
         home = sys.modules["dynaflow_random_program"] = types.ModuleType("dynaflow_random_program")
         vars(home).update(torch=torch, nn=nn, F=nn.functional, df=df, rand=rand, linear=linear)
         exec(compile(self.source, path, "exec"), vars(home))  # noqa: S102 (we wrote it)
-        return home.Model().eval().requires_grad_(False)
+        return home.Model().eval().requires_grad_(False).to(self.device)
 
     def inputs(self, batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         generator = torch.Generator().manual_seed(1000 * self.seed + batch_size)
@@ -105,16 +107,16 @@ class Program:
             if self.layouts[var.name] == "tied":
                 made[var.name] = next(made[v.name] for v in self.given if v.root == var.root)
             else:
-                made[var.name] = _laid_out(shape, var.dtype, self.layouts[var.name], generator, max(var.axis, 0))
+                made[var.name] = _laid_out(shape, var.dtype, self.layouts[var.name], generator, max(var.axis, 0), self.device)
         args = tuple(made[v.name] for v in self.given if v.name not in self.keywords)
         return args, {name: made[name] for name in (*self.keywords, "scale", "number")}
 
 
-def _laid_out(shape: list[int], dtype: str, layout: str, generator: torch.Generator, axis: int) -> torch.Tensor:
+def _laid_out(shape: list[int], dtype: str, layout: str, generator: torch.Generator, axis: int, device: str) -> torch.Tensor:
     def values(*sizes: int) -> torch.Tensor:
         if dtype == "int64":
-            return torch.randint(0, 3, sizes, generator=generator)
-        return torch.randn(sizes, generator=generator, dtype=getattr(torch, dtype))
+            return torch.randint(0, 3, sizes, generator=generator).to(device)
+        return torch.randn(sizes, generator=generator, dtype=getattr(torch, dtype)).to(device)
 
     if layout == "transposed" and len(shape) >= 2:
         return values(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
@@ -127,9 +129,9 @@ def _laid_out(shape: list[int], dtype: str, layout: str, generator: torch.Genera
     return values(*shape)
 
 
-def random_program(seed: int) -> Program:
+def random_program(seed: int, device: str = "cpu") -> Program:
     rng = random.Random(seed)
-    program = Program(seed, rng, batch=int(rng.random() < 0.2))
+    program = Program(seed, rng, device, batch=int(rng.random() < 0.2))
     shapes: list[Shape] = [("1B", S, D), ("1B", D), ("1B", D), ("1B", T, D), ("1B", S)]
     if program.batch == 1:
         shapes = [(S, "1B", D), (T, "1B", D), (S, "1B"), (D, "1B")]
@@ -258,13 +260,17 @@ class _Kept(CapturedGraph):
             region.forget()
 
 
-def _ways_to_run(seed: int, rng: random.Random, compiler: str, kernels: bool = False) -> list[tuple[Strategy, str, int]]:
+def _ways_to_run(seed: int, rng: random.Random, device: str, compiler: str, kernels: bool = False) -> list[tuple[Strategy, str, int]]:
     """(strategy, runtime, calls per size). Compiling takes seconds: two strategies per program. What is recorded is recorded by the
     second call and replayed by the third; whether anything is recorded is decided at capture."""
     strategies: list[Strategy] = [df.TwoBatch(), df.NanoBatch(3), df.Branches(3), RandomStrategy(seed)]
+    for_kernels = [df.Branches(3), RandomStrategy(seed), Auto()]
+    if device == "cuda":
+        runtime = "graph" if rng.random() < 0.8 else "auto"
+        return [(strategy, runtime, 3) for strategy in rng.sample(for_kernels if kernels else strategies, 2)]
     fakes = ["fake:lazy", "fake:greedy", f"fake:{seed}", f"fake:{seed + 1}", "threads"]
     if kernels:  # looked at by the first call, planned by the second
-        return [(strategy, rng.choice(["serial", "graph", *fakes]), 3) for strategy in (df.Branches(3), RandomStrategy(seed), Auto())]
+        return [(strategy, rng.choice(["serial", "graph", *fakes]), 3) for strategy in for_kernels]
     if compiler == "eager":
         return [(strategy, rng.choice(fakes), 1) for strategy in strategies]
     # Sequential last: a graph that is captured under it is never planned
@@ -274,22 +280,37 @@ def _ways_to_run(seed: int, rng: random.Random, compiler: str, kernels: bool = F
     return [(strategy, rng.choice(["auto", "serial", *fakes]), 1) for strategy in strategies]
 
 
+def _ways_to_record(rng: random.Random) -> dict[str, Any]:
+    """Options of df.compile's that are about recordings."""
+    buckets = rng.choice([None, None, "powers", [4, 8]])
+    return {"runtime": "graph", "buckets": buckets, "borrow": rng.random() < 0.1, "fixed_weights": rng.random() < 0.2}
+
+
 def check_program(program: Program, tally: Tally, compiler: str = "eager", kernels: bool = False) -> None:
     rng = random.Random(program.seed)
     model = program.model()
     torch._dynamo.reset()
     partition = "kernels" if kernels else program.partition
-    settings = read_settings(strategy="two_batch", partition=partition, batch=program.batch, compiler="auto" if kernels else compiler)
+    ways = _ways_to_run(program.seed, rng, program.device, compiler, kernels)
+    recording = _ways_to_record(rng) if program.device == "cuda" and ways[0][1] == "graph" and not kernels else {}
+    settings = read_settings(
+        strategy="two_batch", partition=partition, batch=program.batch, compiler="auto" if kernels else compiler, **recording)
     fast, stats = Compiled(model, settings, _Kept), settings.stats
     sizes = list(BATCH_SIZES)
     if rng.random() < 0.3:
         rng.shuffle(sizes)
-    for strategy, runtime, num_calls in _ways_to_run(program.seed, rng, compiler, kernels):
+    kept = None if settings.borrow else Kept(rng)
+    for strategy, runtime, num_calls in ways:
         settings.runtime, settings.strategy = runtime, strategy
         for graph in settings.graphs:
             graph.forget()
-        for n in (n for n in sizes for _ in range(num_calls)):
-            problem = check_call(program, model, fast, n)
+        calls = [n for n in sizes for _ in range(num_calls)]
+        if runtime == "graph":
+            calls += rng.choices(sizes, k=len(sizes))  # replays in any order
+        for n in calls:
+            # what is padded is bit-equal to the plan of that size
+            is_padded = settings.buckets is not None and n not in (settings.buckets if settings.buckets != "powers" else (1, 2, 8))
+            problem = check_call(program, model, fast, n, kept, program.tolerance if is_padded else 0.0)
             tally.counts["runs"] += 1
             if problem:
                 name = f"{type(strategy).__name__} on {runtime}, batch {n}"
@@ -306,7 +327,31 @@ def check_program(program: Program, tally: Tally, compiler: str = "eager", kerne
         tally.reasons[re.sub(r"'[^']*'|\d+|\[.*?\]", "_", reason.splitlines()[0])[:110]] += count
 
 
-def check_call(program: Program, model: nn.Module, fast: Any, batch_size: int) -> str:
+class Kept:
+    """Results that somebody keeps while the model is called again: no later call may change them."""
+
+    def __init__(self, rng: random.Random):
+        self._rng, self._worlds = rng, list[World]()
+
+    def keep(self, world: World) -> None:
+        if self._rng.random() < 0.5:
+            self._worlds.append(world)
+        if len(self._worlds) > 6:
+            self._worlds.pop(self._rng.randrange(6))
+
+    def changed(self) -> str:
+        """What no longer is what it was; empty where all is. (What lies in a buffer of the model's is everybody's.)"""
+        for world in self._worlds:
+            of_the_model = {name for names in world.shared if any(n.startswith("buffer") for n in names) for name in names}
+            for i, output in enumerate(world.outputs):
+                if (name := f"output {i}") not in of_the_model and not torch.equal(output, world.seen[name][0]):
+                    return f"{name} of an earlier call was changed"
+        return ""
+
+
+def check_call(
+    program: Program, model: nn.Module, fast: Any, batch_size: int, kept: Kept | None = None, tolerance: float = 0.0
+) -> str:  # fmt: skip
     """One call, against eager mode and against its serialised plan. Every world starts from the same weights and buffers."""
     start = {name: buffer.clone() for name, buffer in program.model().named_buffers()}
 
@@ -321,17 +366,19 @@ def check_call(program: Program, model: nn.Module, fast: Any, batch_size: int) -
         got = world(fast, model)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
-    problem = difference(got, serial, 0) or difference(got, wanted, program.tolerance, batch_size > 1)
-    if problem or batch_size == 1:
+    problem = difference(got, serial, tolerance) or difference(got, wanted, program.tolerance, batch_size > 1)
+    if not problem and batch_size > 1 and (problem := difference(got.touch(), wanted.touch(), program.tolerance)):
+        problem = f"after the outputs were changed in place: {problem}"
+    if problem or kept is None:
         return problem
-    problem = difference(got.touch(), wanted.touch(), program.tolerance)
-    return problem and f"after the outputs were changed in place: {problem}"
+    kept.keep(got)
+    return kept.changed()
 
 
-def check_many(seeds: Iterable[int], show: bool = False, compiler: str = "eager", kernels: bool = False) -> Tally:
+def check_many(seeds: Iterable[int], show: bool = False, compiler: str = "eager", kernels: bool = False, device: str = "cpu") -> Tally:
     tally = Tally()
     for seed in seeds:
-        program = random_program(seed)
+        program = random_program(seed, device)
         if show:
             print(f"# program {seed}: batch={program.batch}, partition={program.partition}, layouts={program.layouts}\n{program.source}")
         if is_valid(program):
@@ -346,12 +393,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dynaflow.testing.programs", description="random torch programs against eager mode")
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--kernels", action="store_true", help="ops are the kernels that Inductor makes; against its own order, too")
     parser.add_argument("--show", action="store_true", help="print the source of every program")
     options = parser.parse_args(argv)
     logging.getLogger("dynaflow").setLevel(logging.ERROR)  # fall backs are counted
-    tally = check_many(range(options.seed, options.seed + options.programs), options.show, options.compiler, options.kernels)
+    tally = check_many(range(options.seed, options.seed + options.programs), options.show, options.compiler, options.kernels,
+                       options.device)  # fmt: skip
     print(tally)
     return 1 if tally.violations else 0
 

@@ -102,7 +102,7 @@ _NO_KERNEL = """empty.memory_format empty_strided as_strided view view_as_real v
     set_.source_Storage_storage_offset set_.source_Tensor set_ resize_ resize_as_ alias record_stream is_set_to is_pinned _pin_memory
     _fused_sdp_choice _local_scalar_dense cudnn_is_acceptable""".split()
 # Ops that a CPU has under other names, or not at all.
-_NOT_ON_CPUS = ("cudnn", "histc", "miopen", "foreach", "flash", "efficient", "nccl", "sparse", "nested", "_fused_", "quant", "jagged")
+_NOT_ON_CPUS = ("cudnn", "histc", "miopen", "flash", "efficient", "nccl", "sparse", "nested", "_fused_", "quant", "jagged")
 
 
 def _computed(op: Any) -> Callable[..., Any]:
@@ -111,8 +111,12 @@ def _computed(op: Any) -> Callable[..., Any]:
     names = [a.name for a in schema.arguments]
     changed = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
+    is_tensor = [isinstance(a.type, torch.TensorType) for a in schema.arguments]
+
     def given(args: Any, kwargs: Any) -> tuple[Any, Any]:
         host_args, host_kwargs = pytree.tree_map(on_host, (args, kwargs))
+        # a number in a tensor's place, which comes here as the number that it was
+        host_args = tuple(torch.tensor(v) if wanted and isinstance(v, (int, float)) else v for v, wanted in zip(host_args, is_tensor))
         return host_args, host_kwargs | ({"generator": None} if "generator" in host_kwargs else {})
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -135,18 +139,18 @@ def _computed(op: Any) -> Callable[..., Any]:
 
     def change(*args: Any, **kwargs: Any) -> Any:
         targets = {i: args[i] if i < len(args) else kwargs.get(names[i]) for i in changed}
-        tensors = [t for t in targets.values() if isinstance(t, torch.Tensor)]
+        tensors = [t for t in pytree.tree_leaves(list(targets.values())) if isinstance(t, torch.Tensor)]
         a, k = given(args, kwargs)
         if any(t.is_cuda and not t.numel() for t in tensors):  # out=: it takes its shape from the result
-            shapes = [v.shape for v in pytree.tree_leaves(op(*a, **k)) if isinstance(v, torch.Tensor)]
-            for tensor, shape in zip(tensors, shapes):
-                if tensor.shape != shape:
-                    tensor.resize_(shape)
+            made = [v for v in pytree.tree_leaves(op(*a, **k)) if isinstance(v, torch.Tensor)]
+            for tensor, result in zip(tensors, made):
+                if tensor.shape != result.shape:
+                    tensor.resize_(result.shape).as_strided_(result.shape, result.stride())
             a, k = given(args, kwargs)
         if not all(t.is_cuda for t in tensors) and not _named(op, args, kwargs).get("non_blocking"):
             torch.cuda.current_stream().synchronize()  # to the host: the caller waits
         launch(lambda: op(*a, **k))
-        of = {next(iter(schema.arguments[i].alias_info.before_set)): t for i, t in targets.items()}
+        of = {name: t for i, t in targets.items() for name in schema.arguments[i].alias_info.before_set}
         found = [of[next(iter(r.alias_info.before_set))] for r in schema.returns if r.alias_info is not None]
         return None if not schema.returns else found[0] if len(found) == 1 else tuple(found)
 
@@ -189,7 +193,8 @@ def _batch_norm(*args: Any) -> tuple[Any, ...]:
 def _rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Any, Any]:
     wide, scale = on_host(x), None if weight is None else on_host(weight)
     dims = list(range(-len(shape), 0))
-    made = torch.empty_like(x), torch.empty((*x.shape[: x.dim() - len(shape)], *[1] * len(shape)), dtype=torch.float32, device=DEVICE)
+    factors = torch.empty((*x.shape[: x.dim() - len(shape)], *[1] * len(shape)), dtype=torch.float32, device=DEVICE)
+    made = torch.empty_like(x, memory_format=torch.contiguous_format), factors
     out, inverse = map(on_host, made)
 
     def kernel() -> None:
