@@ -17,6 +17,8 @@ from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SH
 from benchmarks.store import Result, target
 
 MIN_SPEEDUP, MIN_HIDDEN = 0.99, 0.9
+# strategies some of whose options split
+NOT_ALWAYS_SPLIT = ("CommOverlap", "TokenWeave")
 # a row whose strategy gains so much is one where splitting pays
 PAYS = 1.01
 
@@ -114,7 +116,8 @@ def shown_share(found: Mapping[str, Any]) -> str:
 
 def _is_of_its_own(found: Mapping[str, Any]) -> bool:
     """Older rows held an option that does not split against the parts of another one."""
-    return bool(found.get("is_split", True) or "options" in found)
+    may_be_another = not found.get("is_split", True) and found.get("config", {}).get("strategy") in NOT_ALWAYS_SPLIT
+    return "options" in found or not may_be_another
 
 
 def targets(found: Result) -> list[Result]:

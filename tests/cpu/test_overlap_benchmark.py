@@ -244,8 +244,9 @@ def test_what_does_not_split_is_held_against_unsplit_kernels():
     times = made_times(sequential=10, split=10.5, ours=9.5, compute=7, network=4, beside=9, parts=12)
     row = sections.gains(times, "X", is_split=False) | {"is_split": False, "options": ""}
     assert row["hidden_ms"] == 1 and "hideable_in_parts_ms" not in row and sections.shown_share(row) == "100%"
-    older = {key: value for key, value in row.items() if key != "options"}
+    older = {key: value for key, value in row.items() if key != "options"} | {"config": {"strategy": "CommOverlap"}}
     assert sections.shown_share(older) == "-", "its parts on one stream may have been another option's"
+    assert sections.shown_share(older | {"config": {"strategy": "SingleBatch"}}) == "100%", "it has no other"
 
 
 class Either(df.Strategy):
