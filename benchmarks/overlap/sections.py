@@ -17,8 +17,8 @@ from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SH
 from benchmarks.store import Result, target
 
 MIN_SPEEDUP, MIN_HIDDEN = 0.99, 0.9
-# strategies some of whose options split
-NOT_ALWAYS_SPLIT = ("CommOverlap", "TokenWeave")
+# strategies whose older rows may be held against something else: other options' parts, a product that sends on a stream of its own
+HELD_AGAINST_OTHERS = ("CommOverlap", "TokenWeave", "FusedGemm")
 # a row whose strategy gains so much is one where splitting pays
 PAYS = 1.01
 
@@ -115,8 +115,8 @@ def shown_share(found: Mapping[str, Any]) -> str:
 
 
 def _is_of_its_own(found: Mapping[str, Any]) -> bool:
-    """Older rows held an option that does not split against the parts of another one."""
-    may_be_another = not found.get("is_split", True) and found.get("config", {}).get("strategy") in NOT_ALWAYS_SPLIT
+    """Whether what does not split is held against the same on one stream."""
+    may_be_another = not found.get("is_split", True) and found.get("config", {}).get("strategy") in HELD_AGAINST_OTHERS
     return "options" in found or not may_be_another
 
 

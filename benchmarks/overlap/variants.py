@@ -25,6 +25,7 @@ from benchmarks.cases import Call
 from benchmarks.overlap.rows import DECODE, EP, SP, TP, Case
 from benchmarks.variants import Builder, NotAvailable, entry
 from dynaflow import strategies
+from dynaflow.functions.chunked import Chunked
 from dynaflow.ir import CALLER, WHOLE
 
 SEQUENTIAL, COMPUTE, NETWORK, BESIDE = "sequential", "compute alone", "network alone", "side by side"
@@ -125,6 +126,8 @@ class _Alone:
     def execute(self, ready: Any, stream: str = CALLER, **more: Any) -> Any:
         items = ready if isinstance(ready, (list, tuple)) else [ready]
         self.parts |= {item.part for item in items if item.kind == "network"}
+        if isinstance(more.get("replace"), Chunked):  # it has a stream of its own
+            more["replace"] = more["replace"].serialised()
         return self._flow.execute(ready, stream=CALLER, **more)
 
 

@@ -27,30 +27,49 @@ def can_chunk(product: Body, send: Body, both: Body) -> bool:
 
 
 class Chunked:
-    """Takes what the product takes, returns what the collective returns; with `outs`, leaves it there."""
+    """Takes what the product takes, returns what the collective returns; with `outs`, leaves it there. `in_turn`: the same chunks, each
+    sent before the next is computed: what sending beside is held against."""
 
     takes_outs = True
 
-    def __init__(self, product: Body, send: Body, num_chunks: int):
-        self.product, self.send, self.num_chunks = product, send, num_chunks
-        self.__qualname__ = f"chunked(num_chunks={num_chunks})"  # what plans call it
+    def __init__(self, product: Body, send: Body, num_chunks: int, in_turn: bool = False):
+        self.product, self.send, self.num_chunks, self.in_turn = product, send, num_chunks, in_turn
+        self.__qualname__ = f"chunked(num_chunks={num_chunks}{', in_turn' * in_turn})"  # what plans call it
+
+    def serialised(self) -> Chunked:
+        return Chunked(self.product, self.send, self.num_chunks, in_turn=True)
 
     def __call__(self, *inputs: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        x = inputs[0]
-        beside = in_turn if isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
-        sent = beside((self.product(*chunk) for chunk in self._chunks(inputs)), self._send)
-        return torch.cat([result for (result,) in sent], (self.send.out_axes or self.send.in_axes)[0] or 0, out=outs[0] if outs else None)
+        x, dim, cuts = inputs[0], (self.send.out_axes or self.send.in_axes)[0] or 0, self._cuts(inputs)
+        beside = in_turn if self.in_turn or isinstance(x, FakeTensor) else on_stream if x.is_cuda else on_thread
+        if not outs:
+            return torch.cat([result for (result,) in beside(self._chunks(inputs, cuts), self._send)], dim)
+        (out,) = outs
+        places = iter([_cut(out, dim, cuts[-1], lo, hi) for lo, hi in zip(cuts, cuts[1:])])
+
+        def send_into_place(*chunk: torch.Tensor) -> Tensors:
+            """Beside the next product, too."""
+            (result,) = self._send(*chunk)
+            next(places).copy_(result)
+            return (result,)
+
+        beside(self._chunks(inputs, cuts), send_into_place)
+        return out
 
     def _send(self, *chunk: torch.Tensor) -> Tensors:
         return self.send(*chunk) or chunk  # one that works in place returns nothing
 
-    def _chunks(self, inputs: Tensors) -> Iterator[Tensors]:
+    def _cuts(self, inputs: Tensors) -> list[int]:
+        """The rows between chunks, with the first and the last."""
         at, dim = self.product.rows_at or (0, 0)
         rows = inputs[at].shape[dim]
         num_chunks = min(self.num_chunks, rows)
-        for k in range(num_chunks):
-            lo, hi = rows * k // num_chunks, rows * (k + 1) // num_chunks
-            yield tuple(_cut(x, axis, rows, lo, hi) for x, axis in zip(inputs, self.product.in_axes, strict=True))
+        return [rows * k // num_chunks for k in range(num_chunks + 1)]
+
+    def _chunks(self, inputs: Tensors, cuts: Sequence[int]) -> Iterator[Tensors]:
+        for lo, hi in zip(cuts, cuts[1:]):
+            each = zip(inputs, self.product.in_axes, strict=True)
+            yield self.product(*(_cut(x, axis, cuts[-1], lo, hi) for x, axis in each))
 
 
 def _cut(x: torch.Tensor, axis: int | None, rows: int, lo: int, hi: int) -> torch.Tensor:

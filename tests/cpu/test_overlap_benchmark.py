@@ -117,6 +117,19 @@ def test_one_stream_has_the_same_launches_on_the_callers_stream():
     assert [calls for calls, _ in alone] == [calls for calls, _ in overlapped]
 
 
+def test_on_one_stream_a_fused_product_sends_on_none_of_its_own():
+    workload = one("llama-3-70b*prefill 2k")
+    case = workload.case("cpu", tiny=True)
+
+    def explained(strategy):
+        return df.explain(case.module, case.args(0), strategy=strategy, partition=workload.partition)
+
+    fused, alone = (str(explained(strategy).plan) for strategy in (df.FusedGemm(2, 1), OneStream(df.FusedGemm(2, 1))))
+    assert "chunked(num_chunks=2)" in fused and "chunked(num_chunks=2)" not in alone and "chunked(num_chunks=2, in_turn)" in alone
+    fast = df.compile(case.module, strategy=OneStream(df.FusedGemm(2, 1)), partition=workload.partition, strict=True)
+    torch.testing.assert_close(case.outputs(fast(**case.args(0))), case.run(case.sets[0]), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("pattern, strategy, num_parts", [
     ("flux*1024px b=4", df.NanoBatch(4), 4), ("llama-3-70b*prefill 2k", df.TwoBatch(), 2), ("deepseek-v3*prefill 2k", df.SingleBatch(), 0),
     ("llama-3-70b*prefill 2k", df.TokenWeave(wave=8, min_tokens=0), 2), ("llama-3-70b*prefill 2k", df.FusedGemm(2, 1), 0),
