@@ -99,8 +99,9 @@ class Program:
         exec(compile(self.source, path, "exec"), vars(home))  # noqa: S102 (we wrote it)
         return home.Model().eval().requires_grad_(False).to(self.device)
 
-    def inputs(self, batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        generator = torch.Generator().manual_seed(1000 * self.seed + batch_size)
+    def inputs(self, batch_size: int, draw: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`draw`: other numbers of the same sizes."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + batch_size + draw * 10**9)
         made: dict[str, Any] = {"scale": 1.5, "number": 2}
         for var in self.given:
             shape = [batch_size if isinstance(d, str) else d for d in var.shape]
@@ -193,8 +194,8 @@ class Tally:
 class World:
     """Everything that the outside can see of one call: results, inputs, buffers, and what shares memory with what."""
 
-    def __init__(self, program: Program, batch_size: int, function: Callable[..., Any], model: nn.Module):
-        args, kwargs = program.inputs(batch_size)
+    def __init__(self, program: Program, batch_size: int, function: Callable[..., Any], model: nn.Module, draw: int = 0):
+        args, kwargs = program.inputs(batch_size, draw)
         with torch.no_grad():
             result = function(*args, **kwargs)
         self.outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -307,10 +308,12 @@ def check_program(program: Program, tally: Tally, compiler: str = "eager", kerne
         calls = [n for n in sizes for _ in range(num_calls)]
         if runtime == "graph":
             calls += rng.choices(sizes, k=len(sizes))  # replays in any order
-        for n in calls:
+        for number, n in enumerate(calls):
+            # a replay of what was recorded must be of this call's numbers, and leave those of earlier calls alone
+            draw = number if program.device == "cuda" else 0
             # what is padded is bit-equal to the plan of that size
             is_padded = settings.buckets is not None and n not in (settings.buckets if settings.buckets != "powers" else (1, 2, 8))
-            problem = check_call(program, model, fast, n, kept, program.tolerance if is_padded else 0.0)
+            problem = check_call(program, model, fast, n, kept, program.tolerance if is_padded else 0.0, draw)
             tally.counts["runs"] += 1
             if problem:
                 name = f"{type(strategy).__name__} on {runtime}, batch {n}"
@@ -350,7 +353,7 @@ class Kept:
 
 
 def check_call(
-    program: Program, model: nn.Module, fast: Any, batch_size: int, kept: Kept | None = None, tolerance: float = 0.0
+    program: Program, model: nn.Module, fast: Any, batch_size: int, kept: Kept | None = None, tolerance: float = 0.0, draw: int = 0
 ) -> str:  # fmt: skip
     """One call, against eager mode and against its serialised plan. Every world starts from the same weights and buffers."""
     start = {name: buffer.clone() for name, buffer in program.model().named_buffers()}
@@ -358,7 +361,7 @@ def check_call(
     def world(function: Callable[..., Any], owner: nn.Module) -> World:
         for name, buffer in owner.named_buffers():
             buffer.copy_(start[name])
-        return World(program, batch_size, function, owner)
+        return World(program, batch_size, function, owner, draw)
 
     try:
         eager = program.model()

@@ -1,4 +1,4 @@
-"""pytest under the library; with the tests of tests/gpu that can pass there, unless arguments name others of them."""
+"""pytest under the library; beside test_cuda.py with the tests of tests/gpu that can pass there, unless arguments name others of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEFT_OUT = {
 
 def main(args: list[str]) -> None:
     environment = build(ROOT / "build" / "cuda_on_host")
-    tests = [] if any("tests/gpu" in arg for arg in args) else TESTS
+    tests = TESTS if any("test_cuda" in arg for arg in args) and not any("tests/gpu" in arg for arg in args) else []
     deselected = [f"--deselect=tests/gpu/{name}" for name in LEFT_OUT]
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "tests.systems.cuda_on_host.kernels", *args, *tests, *deselected]
     os.execve(sys.executable, command, os.environ | environment | {"PYTHONPATH": str(ROOT)})

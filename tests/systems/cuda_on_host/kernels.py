@@ -1,7 +1,8 @@
 """What kernels compute where CUDA is on the host: torch's ops by torch's own CPU kernels, Triton's by its interpreter.
 
-A pytest plugin, for a process that was started under the library (`library.py`). Device memory is the host's: an op gets the same memory
-as CPU tensors. What is launched on a stream that captures is kept, and computed by every replay. Random numbers are the CPU's.
+A pytest plugin, for a process that was started under the library (`library.py`); for other programs see `site/`. Device memory is the
+host's: an op gets the same memory as CPU tensors. What is launched on a stream that captures is kept, and computed by every replay.
+Random numbers are the CPU's.
 """
 
 from __future__ import annotations
@@ -392,14 +393,27 @@ def _install_triton() -> None:
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
+_ops = torch.library.Library("aten", "IMPL")
+
+
+def install() -> None:
+    """For good, in this process."""
+    _install_ops(_ops)
+    _install_triton()
+
+
+def clock(times_ns: Iterator[int]) -> Callable[[], int]:
+    """The device's clock, as kernels read it, which the interpreter lacks."""
+    return lambda: next(times_ns)
+
+
 # ---------------------------------------------------------------------------- for pytest
 
 
 @pytest.fixture(autouse=True)
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's clock, as kernels read it, which the interpreter lacks: a microsecond for every look."""
-    clock = itertools.count(0, 1000)
-    monkeypatch.setattr(hold, "globaltimer", lambda: next(clock))
+    """A microsecond for every look."""
+    monkeypatch.setattr(hold, "globaltimer", clock(itertools.count(0, 1000)))
     monkeypatch.setattr(hold, "smid", lambda: 7)
 
 
@@ -413,9 +427,5 @@ def every_kernel_is_computed() -> Iterator[None]:
     assert not raised, f"{len(raised)} kernels could not be computed, the first of them:\n{raised[0]}"
 
 
-_ops = torch.library.Library("aten", "IMPL")
-
-
 def pytest_configure() -> None:
-    _install_ops(_ops)
-    _install_triton()
+    install()

@@ -1,0 +1,42 @@
+"""A small run of `python -m dynaflow.testing.programs --device cuda`, and that it would notice."""
+
+import logging
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs CUDA", allow_module_level=True)
+
+from dynaflow.runtime import graphs
+from dynaflow.testing.programs import check_many
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("dynaflow").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("dynaflow").setLevel(logging.NOTSET)
+
+
+def test_random_programs_do_what_eager_mode_does():
+    tally = check_many(range(16), device="cuda")
+    assert not tally.violations, str(tally)
+    counts = tally.counts
+    assert counts["programs"] >= 14 and counts["split"] >= 0.7 * counts["programs"], "a fuzz in which everything falls back proves nothing"
+    assert counts["planned calls"] > 0.6 * counts["calls"] and counts["part launches"] > 0.3 * counts["launches"]
+
+
+def test_notices_outputs_that_are_overwritten(monkeypatch):
+    """As if all outputs were borrowed, whoever still holds them."""
+    make = graphs.Recordings.__init__
+    monkeypatch.setattr(graphs.Recordings, "__init__", lambda self, name, device, pool, borrow=False: make(self, name, device, pool, True))
+    violations = check_many(range(6), device="cuda").violations
+    assert any("of an earlier call was changed" in v for v in violations), violations
+
+
+def test_notices_inputs_that_are_not_read(monkeypatch):
+    """As if recordings went on with what their slots held when they were made."""
+    monkeypatch.setattr(graphs.Slots, "fill", lambda self, args: None)
+    monkeypatch.setattr(graphs, "Feeds", lambda *args, **kwargs: None, raising=False)
+    assert check_many(range(6), device="cuda").violations
