@@ -37,11 +37,11 @@ import torch
 from dynaflow import disk
 from dynaflow.ir import Part
 from dynaflow.runtime.lanes import Inside, story, without_autocast_cache
-from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, relaid, scratch
+from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, realigned, relaid, scratch
 
 # names of the generated function that no value may take
-_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "relaid", "scratch", "empty_strided", "view",
-              "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs",
+_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "realigned", "relaid", "scratch", "empty_strided",
+              "view", "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs",
               "inside")  # fmt: skip
 
 # functions that are kept by their source, the oldest dropped first
@@ -101,7 +101,8 @@ def _written(bound: Bound, eager: frozenset[int], has_contexts: bool) -> _Form:
         _save(path, source)
         _save(path.removesuffix(".py") + ".plan", str(bound.plan))
         scope: dict[str, Any] = {
-            "torch": torch, "relaid": relaid, "scratch": scratch, "empty_strided": torch.empty_strided, "view": torch.as_strided,
+            "torch": torch, "realigned": realigned, "relaid": relaid, "scratch": scratch, "empty_strided": torch.empty_strided,
+            "view": torch.as_strided,
         }  # fmt: skip
         exec(compile(source, path, "exec"), scope)  # noqa: S102 (generated from our own records)
         make = _sources[source] = scope["make"]
@@ -287,7 +288,7 @@ class _Writer:
         text = self.name(arg.view)
         if arg.stride is not None:
             text = f"relaid({text}, {self.constant(f'layout{k}_{j}', f'calls[{k}].args[{j}].stride')})"
-        return f"{text}.clone()" if arg.is_cloned else text
+        return f"realigned({text})" if arg.is_cloned else text
 
     # -- tensors
 

@@ -196,7 +196,7 @@ class Call:
         if arg.view < 0:
             return arg.number
         tensor = tensors[arg.view] if arg.stride is None else relaid(tensors[arg.view], arg.stride)
-        return tensor.clone() if arg.is_cloned else tensor
+        return realigned(tensor) if arg.is_cloned else tensor
 
 
 def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -206,6 +206,14 @@ def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     shape = [1 if step == 0 else size for size, step in zip(tensor.shape, stride)]
     small = tensor.as_strided(shape, tensor.stride(), tensor.storage_offset())
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(small).expand(tensor.shape)
+
+
+def realigned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that begins at an address of its own, with the same strides: compiled code was made for those, and `clone` closes gaps."""
+    if not tensor.numel():
+        return tensor.clone()
+    length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    return tensor.as_strided((length,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def same_stride(shape: Sequence[int], one: tuple[int, ...], other: tuple[int, ...]) -> bool:

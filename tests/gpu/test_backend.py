@@ -114,6 +114,23 @@ def test_buckets_pad_where_it_cannot_show(monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("runtime", ["auto", "graph"])
+@pytest.mark.parametrize("skip", [0, 1], ids=["rows are not aligned", "nor is the input"])
+def test_what_is_copied_to_be_aligned_keeps_its_gaps(runtime, skip):
+    """Compiled code takes for granted how its inputs lie; rows of six numbers begin at multiples of eight bytes."""
+
+    def function(x):
+        return torch.tanh(x) * 2 + x.sum(1, keepdim=True)
+
+    fast = df.compile(function, strategy=df.NanoBatch(3), runtime=runtime, strict=True)
+    for n in (8, 8, 8, 11):
+        x = torch.randn(n + 1, 6, device=DEVICE)[skip : skip + n, ::2]
+        got = fast(x)
+        assert torch.equal(got, df.run_serialised(fast, x))
+        torch.testing.assert_close(got, function(x))
+    assert df.stats(fast).num_part_launches
+
+
 def test_inside_the_callers_own_capture():
     model, x = block(), ids(6)
     for runtime in ("auto", "graph"):

@@ -17,7 +17,7 @@ SITE = Path(__file__).parent / "cuda_on_host" / "site"
 # suite, rows, options. Left out: torch's profiler, which wants CUPTI; algorithms that are chosen by time; torch's own CUDA Graph trees
 # around a Trainer, which end the process here, without us.
 RUNS = {
-    "backend": ("backend", "llama decode b=16", "--only host,time,split,equal --rounds 2 --host-steps 4 --replays 5"),
+    "backend": ("backend", "llama decode b=16", "--only host,time,equal --rounds 2 --host-steps 4 --replays 5"),
     "branches": ("branches", "lora-llama 1 token", "--rounds 2 --variants eager+graph,torch.compile+graph,dynaflow,dynaflow+graph"),
     "training": ("branches", "train lora-llama 512 tokens", "--rounds 2 --variants eager,torch.compile,dynaflow"),
     "experts": ("overlap", "deepseek-v2-lite ep8 prefill 2k", "--rounds 2"),

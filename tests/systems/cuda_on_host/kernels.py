@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -47,7 +48,7 @@ def launch(compute: Callable[[], Any], stream: int | None = None) -> None:
 
     def call(_: Any) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # whoever launches may have another device as the default
                 compute()
         except Exception:
             failures.append(traceback.format_exc())
@@ -402,9 +403,9 @@ def install() -> None:
     _install_triton()
 
 
-def clock(times_ns: Iterator[int]) -> Callable[[], int]:
-    """The device's clock, as kernels read it, which the interpreter lacks."""
-    return lambda: next(times_ns)
+def clock(times_ns: Iterator[int]) -> Callable[[], Any]:
+    """The device's clock, as kernels read it, which the interpreter lacks: numbers of 64 bits."""
+    return lambda: tl.core.tensor(TensorHandle(np.array([next(times_ns)], dtype=np.int64), tl.int64), tl.int64)
 
 
 # ---------------------------------------------------------------------------- for pytest
