@@ -70,7 +70,7 @@ class Inductor:
             variant.call, variant.own,
             tuple((sizes[x],) if isinstance(x, str) else x if isinstance(x, int) else (x,) for x in variant.inputs), strides,
             ALIGNMENT if self._is_cuda(unit) or "assert_alignment(" in variant.source else 1,
-            variant.peak_bytes(sizes) or 0, variant.source, variant.path, variant.allocates,
+            variant.peak_bytes(sizes) or 0, variant.source, variant.path, variant.allocates, variant.shared,
         )  # fmt: skip
 
     def _compiled(self, unit: Unit) -> CompiledUnit | None:

@@ -36,6 +36,8 @@ class Redirected:
     replaced: frozenset[str] = frozenset()
     # whether None will do for every tensor of the caller's
     allocates: bool = False
+    # per output: whether it is memory of an argument, of a constant, or of another output, whatever the graph says that it makes
+    shared: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def redirect(text: str, num_outputs: int) -> Redirected:
         edits.append((at, at, f"{before}{', '.join(names)}{after}"))
     for start, end, new in sorted(edits, reverse=True):
         raw = raw[:start] + new.encode() + raw[end:]
-    return Redirected(raw.decode(), tuple(own), wrapper, frozenset(replaced), allocates)
+    shared = tuple(_is_shared(k, roots) for k in range(len(roots)))
+    return Redirected(raw.decode(), tuple(own), wrapper, frozenset(replaced), allocates, shared)
 
 
 # -- 1. trace
@@ -163,6 +166,13 @@ def _why_own(out: Statement, place: _Place | None, scope: dict[str, Any], device
     except Exception as e:  # noqa: BLE001 (a size that sympy cannot take)
         return f"the size of {root.makes} is not an expression: {e}"
     return "" if len(sizes) == 1 else f"a view that is not all of {root.makes}"
+
+
+def _is_shared(k: int, roots: Sequence[_Place | None]) -> bool:
+    place = roots[k]
+    if place is None or place.root.kind == "setup":
+        return True
+    return any(other is not None and j != k and other.root.makes == place.root.makes for j, other in enumerate(roots))
 
 
 def _extents(shape: Expressions | None, stride: Expressions | None, scope: dict[str, Any]) -> tuple[Any, Any]:

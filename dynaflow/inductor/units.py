@@ -76,6 +76,11 @@ class Variant:
     def allocates(self) -> bool:
         return self._compiled.redirected.allocates
 
+    @property
+    def shared(self) -> tuple[bool, ...]:
+        """Per output: whether it lies in memory that is not its own, though the graph makes it; empty where none does."""
+        return self._compiled.redirected.shared if any(self._compiled.redirected.shared) else ()
+
     def holds(self, sizes: Sizes) -> bool:
         """Whether the guards that were added while compiling allow these sizes."""
         return self._compiled.holds(_numbers(self._symbols, sizes))

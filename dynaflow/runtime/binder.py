@@ -372,7 +372,8 @@ class _Binding:
     def _out(self, i: int, k: int, entry: Entry, work: _Work) -> Out:
         binder, own = self._binder, entry.own[k]
         _, name, _, shape, stride = self._placed[i]
-        is_loose, is_fresh = name in binder.loose, name in work.unit.fresh
+        # a compiler may see that what the unit makes is what it was given (x + 0)
+        is_loose, is_fresh = name in binder.loose, name in work.unit.fresh and not (entry.shared and entry.shared[k])
         if is_loose or (own and is_fresh and i in binder.whole_outputs):
             inside = tuple(self._inside.get(i, ()))
             self.kept.update((i, *(r for r, *_ in inside)))

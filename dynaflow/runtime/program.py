@@ -60,6 +60,8 @@ class Entry:
     path: str = ""
     # whether None will do for each destination: it then allocates, as late as it can
     allocates: bool = False
+    # per out: whether it comes back in memory of an argument, of a constant or of another out, where the unit makes it; empty: none does
+    shared: tuple[bool, ...] = ()
 
 
 class Compiler(Protocol):

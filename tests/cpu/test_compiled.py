@@ -421,3 +421,22 @@ def test_ops_that_use_state_beside_their_arguments_run_as_they_are(num_compiled)
     x = torch.randn(8, D)
     torch.testing.assert_close(fast(x), function(x))
     assert len(num_compiled) == 1
+
+
+def makes_copies(y):
+    """Inductor sees that the first of these is what it was given, and that two of them are one."""
+    return torch.zeros_like(y) + y, y * 2, y * 2
+
+
+@pytest.mark.parametrize("runtime", ["serial", "graph"])
+@pytest.mark.parametrize("strategy", [df.NanoBatch(3), df.TwoBatch()], ids=["whole", "in parts"])
+def test_what_the_graph_makes_is_memory_of_its_own(strategy, runtime):
+    fast = df.compile(makes_copies, strategy=strategy, compiler="inductor", runtime=runtime)
+    with torch.no_grad():
+        for n in (2, 2, 2, 6):
+            y = torch.randn(n, 3)
+            given, results = y.clone(), fast(y)
+            for wanted, result in zip(makes_copies(given), results):
+                assert torch.equal(result, wanted)
+                result.fill_(7.0)
+            assert torch.equal(y, given)
