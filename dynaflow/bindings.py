@@ -74,11 +74,14 @@ class Bindings:
 
     def keep_steady(self, sizes: Sizes, bound: Bound) -> None:
         """Calls of these sizes replay it from now on, without a look at anything but their arguments; where tags do not matter."""
-        with self.settings.lock:
-            found = self._bound.get(sizes)  # another thread's call may have dropped it meanwhile
-            is_known = bound is (found.bound if isinstance(found, Fallback) else found)
-            if is_known and not self._tags_read and sizes not in self._unmeasured:
+        if self._tags_read or sizes in self._unmeasured or not self.settings.lock.acquire(blocking=False):
+            return  # where another thread plans, a later call keeps it
+        try:
+            found = self._bound.get(sizes)  # another thread may have dropped it meanwhile, or planned by a tag
+            if bound is (found.bound if isinstance(found, Fallback) else found) and not self._tags_read:
                 self.steady[sizes] = bound
+        finally:
+            self.settings.lock.release()
 
     def clear(self) -> None:
         """As if nothing had been planned."""
@@ -152,7 +155,8 @@ class Bindings:
         elif outcome is not None:
             log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
             options = tuple(next(p.chosen for p in (planned, *planned.rivals) if p.plan is each.plan) for each in bounds)
-            self.settings.note_measured(Measured(sizes, options, tuple(outcome.plans_us), outcome.sequential_us, outcome.winner))
+            us = tuple(outcome.plans_us), outcome.sequential_us
+            self.settings.note_measured(Measured(self.flow.label, sizes, options, *us, outcome.winner))
             if outcome.winner is None:
                 return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self.as_one(sizes))
             bound = bounds[outcome.winner]

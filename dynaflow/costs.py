@@ -36,7 +36,7 @@ class Cost:
         return self if part.is_whole else Cost(self.us * (part.hi - part.lo) / part.of, self.share, self.held_bytes)
 
     def at_sizes(self, growth: float) -> Cost:
-        """At sizes that are larger by this factor at most: what is held grows with them."""
+        """At sizes whose product is larger by this factor: what is held grows with it, at most."""
         return replace(self, held_bytes=math.ceil(self.held_bytes * max(growth, 1.0)))
 
 

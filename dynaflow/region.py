@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import types
 from dataclasses import replace
 from typing import Any, Mapping, Sequence
@@ -300,7 +301,7 @@ class Case:
             except errors.DynaFlowError as error:
                 log.info("%s: the plan for sizes %s cannot be taken for %s: %s", self.region.name, near.numbers, self.numbers, error)
                 return None
-            growth = max((b / max(a, 1) for a, b in zip(near.numbers, self.numbers)), default=1.0)
+            growth = math.prod(max(b / max(a, 1), 1.0) for a, b in zip(near.numbers, self.numbers))
             costs = {name: cost.at_sizes(growth) for name, cost in choice.costs.items()}
             if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory, costs).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does

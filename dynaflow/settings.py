@@ -56,8 +56,9 @@ def why_uncompiled(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `never_slower=True` measured for one size, or found on disk."""
+    """What `never_slower=True` measured for one size of a graph, or found on disk."""
 
+    graph: str
     sizes: tuple[Any, ...]
     # per plan, which option the first, second, ... `flow.any_of` of the strategy gave; 0 for those that are not named
     options: tuple[tuple[int, ...], ...]
@@ -96,7 +97,7 @@ class Stats:
     peak_bytes: int = 0
     # reason -> calls that ran the sequential graph because of it
     fallbacks: Counter[str] = field(default_factory=Counter)
-    # with never_slower=True: the sizes that were measured last, the newest behind
+    # with never_slower=True: what was measured last, the newest behind (of several callables, one after the other)
     measured: list[Measured] = field(default_factory=list)
 
 

@@ -17,8 +17,11 @@ from benchmarks.overlap.variants import BESIDE, COMPUTE, NETWORK, SEQUENTIAL, SH
 from benchmarks.store import Result, target
 
 MIN_SPEEDUP, MIN_HIDDEN = 0.99, 0.9
-# strategies whose older rows may be held against something else: other options' parts, a product that sends on a stream of its own
+# strategies whose older rows, where they do not split, may be held against something else: the parts of their only other option, two; a
+# product that sends on a stream of its own
 HELD_AGAINST_OTHERS = ("CommOverlap", "TokenWeave", "FusedGemm")
+# a strategy whose chunks are no parts
+IN_CHUNKS = ("FusedGemm",)
 # a row whose strategy gains so much is one where splitting pays
 PAYS = 1.01
 
@@ -108,14 +111,14 @@ def hidden_share(found: Mapping[str, Any]) -> float | None:
 
 
 def shown_share(found: Mapping[str, Any]) -> str:
-    """With a mark where parts are held against what unsplit kernels save."""
-    share = hidden_share(found)
-    is_marked = found.get("is_split", True) and "hideable_in_parts_ms" not in found
+    """With a mark where parts, or chunks, are held against what unsplit kernels save."""
+    share, strategy = hidden_share(found), found.get("config", {}).get("strategy")
+    is_marked = "hideable_in_parts_ms" not in found and (found.get("is_split", True) or strategy in IN_CHUNKS)
     return "-" if share is None else f"{'~' * is_marked}{share:.0%}"
 
 
 def _is_of_its_own(found: Mapping[str, Any]) -> bool:
-    """Whether what does not split is held against the same on one stream."""
+    """Whether it is held against its own launches on one stream."""
     may_be_another = not found.get("is_split", True) and found.get("config", {}).get("strategy") in HELD_AGAINST_OTHERS
     return "options" in found or not may_be_another
 

@@ -49,8 +49,9 @@ class Chunked:
 
         def send_into_place(*chunk: torch.Tensor) -> Tensors:
             """Beside the next product, too."""
-            (result,) = self._send(*chunk)
-            next(places).copy_(result)
+            (result,), place = self._send(*chunk), next(places)
+            assert result.shape == place.shape, f"a collective made {tuple(result.shape)} of a chunk, not {tuple(place.shape)}"
+            place.copy_(result)
             return (result,)
 
         beside(self._chunks(inputs, cuts), send_into_place)
@@ -106,10 +107,12 @@ def on_stream(chunks: Iterator[Tensors], send: Callable[..., Tensors]) -> list[T
     main = torch.cuda.current_stream()
     side = _side_stream(main.device.index, main.cuda_stream)
     made, sent = [], []  # both are kept until the streams have met again
-    for chunk in chunks:
-        made.append(chunk)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            sent.append(send(*chunk))
-    main.wait_stream(side)
+    try:
+        for chunk in chunks:
+            made.append(chunk)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                sent.append(send(*chunk))
+    finally:
+        main.wait_stream(side)
     return sent

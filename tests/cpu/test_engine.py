@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dynaflow as df
-from dynaflow import errors
+from dynaflow import capture, errors
 from dynaflow.inductor.units import CompiledUnit
 from dynaflow.runtime.binder import Binder
 
@@ -593,3 +593,31 @@ def test_a_plan_for_many_sizes_stays(monkeypatch):
         x = torch.randn(n, 3)
         assert_same(fast(x), torch.tanh(x))
     assert df.stats(fast).plans == 1
+
+
+class ByPhase(df.Strategy):
+    def schedule(self, flow):
+        return df.TwoBatch().schedule(flow) if flow.context.tags.get("phase") != "decode" else flow.sequential("decoding")
+
+
+@pytest.mark.parametrize("strategy", [df.TwoBatch(), ByPhase()], ids=["one plan", "a plan per tag"])
+def test_known_calls_do_not_wait_for_a_thread_that_plans(strategy):
+    """Planning may compile, measure, and wait for other ranks: all of it under the lock."""
+    fast = df.compile(torch.tanh, strategy=strategy, runtime="graph", strict=True)
+    x, results, is_warm, is_held = torch.randn(4, 3), [], threading.Event(), threading.Event()
+
+    def calls():
+        for _ in range(3):
+            fast(x)
+        is_warm.set()
+        is_held.wait(10)
+        results.extend(fast(x) for _ in range(3))
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    assert is_warm.wait(60)
+    with capture.of(fast).settings.lock:
+        is_held.set()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(results) == 3 and all(torch.equal(result, torch.tanh(x)) for result in results)

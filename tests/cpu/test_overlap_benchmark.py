@@ -280,7 +280,7 @@ def test_a_strategy_is_held_against_the_option_that_was_fastest(monkeypatch):
     assert len(case.alone["Either"].parts) == 2
     assert made.choose("Either") == ("", True) and not case.taken, "nothing was measured"
     stats = df.stats(made._made["Either"].call.fast)
-    measured = df.settings.Measured((4,), ((), (1,)), (2.0, 1.0), 3.0, 1)
+    measured = df.settings.Measured("", (4,), ((), (1,)), (2.0, 1.0), 3.0, 1)
     plain = Variants.steps
     monkeypatch.setattr(Variants, "steps", lambda *args: (stats.measured.append(measured), plain(*args)))
     assert made.choose("Either") == ("", True)

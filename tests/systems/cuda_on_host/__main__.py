@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.systems.cuda_on_host.library import build
 
 ROOT = Path(__file__).parents[3]
-TESTS = [f"tests/gpu/test_{name}" for name in ("backend.py", "in_captures.py", "strategies.py::test_results", "engine.py", "kernels.py")]
+TESTS = [f"tests/gpu/test_{name}" for name in (
+    "backend.py", "in_captures.py", "strategies.py::test_results", "engine.py", "kernels.py", "programs.py")]  # fmt: skip
 # tests that ask what nobody but a device knows, and some that take minutes here
 LEFT_OUT = {
     "test_engine.py::test_streams_with_a_share_run_on_disjoint_sms": "on which SMs a kernel of CUDA C runs",

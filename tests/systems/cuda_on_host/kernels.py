@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -43,6 +45,14 @@ _recorded: list[Any] = []
 failures: list[str] = []
 
 
+def fail(text: str) -> None:
+    """To the file that the environment names, too: programs are ended in all kinds of ways."""
+    failures.append(text)
+    if path := os.environ.get("CUDA_ON_HOST_FAILURES"):
+        with open(path, "a") as file:
+            file.write(f"== {' '.join(sys.orig_argv)[:300]}\n{text}\n")
+
+
 def launch(compute: Callable[[], Any], stream: int | None = None) -> None:
     stream = torch._C._cuda_getCurrentRawStream(0) if stream is None else stream
 
@@ -51,7 +61,7 @@ def launch(compute: Callable[[], Any], stream: int | None = None) -> None:
             with torch.no_grad(), torch._C.DisableTorchFunction():  # whoever launches may have another device as the default
                 compute()
         except Exception:
-            failures.append(traceback.format_exc())
+            fail(traceback.format_exc())
 
     kernel = _Kernel(call)
     if _library.host_cuda_is_capturing(stream):
