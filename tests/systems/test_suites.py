@@ -20,7 +20,7 @@ RUNS = {
     "backend": ("backend", "llama decode b=16", "--only host,time --rounds 2 --host-steps 4"),
     "branches": ("branches", "lora-llama 1 token", "--rounds 2 --variants eager+graph,torch.compile+graph,dynaflow,dynaflow+graph"),
     "training": ("branches", "train lora-llama 512 tokens", "--rounds 2 --variants eager,torch.compile,dynaflow"),
-    "experts": ("overlap", "deepseek-v2-lite ep8 prefill 2k", "--rounds 2"),
+    "experts": ("overlap", "deepseek-v2-lite ep8 prefill 2k", "--rounds 2 --only NanoFlow,CommOverlap"),
     "parts": ("overlap", "flux ulysses8 1024px b=4", "--rounds 2"),
     "offload": ("offload", "llama 1 token", ""),
     "trainer": ("systems", "lora trainer step 512 tokens", "--rounds 2 --variants eager,torch.compile,dynaflow"),
