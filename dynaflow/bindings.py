@@ -126,6 +126,7 @@ class Bindings:
                 try:
                     facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
                     planned = self._plan(facts, numbers)
+                    planned.raise_error()
                     bound = self._bind(sizes, tags, self._bounds(planned, facts, numbers), planned, measure)
                 except errors.DynaFlowError as error:
                     # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one

@@ -194,6 +194,7 @@ class InspectedGraph(CapturedGraph):
         batch_size = sizes[self.flow.batch[0]] if self.flow.batch else self.fixed_batch or 1
         facts = self.boundary.facts(args, batch_size, self.device, current_tags())
         planned = self.planning.plan(facts, sizes)
+        planned.raise_error()
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.bind(sizes, facts)
         flow = self.flow if bound is None else bound.program.flow

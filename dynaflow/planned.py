@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
@@ -33,8 +34,17 @@ class Planned:
     binder: Binder | None
     # what the strategy's other options come to, where they are to be measured
     rivals: tuple[Planned, ...] = ()
+    # why there is no plan, for every context that looks like this one
+    error: errors.DynaFlowError | None = None
     # which option the first, second, ... `flow.any_of` of the strategy gave; 0 for those that are not named
     chosen: tuple[int, ...] = ()
+
+    def raise_error(self) -> None:
+        """A new one each time: an exception that is kept would keep the frames that it went through, and what was called with."""
+        if self.error is not None:
+            fresh = copy.copy(self.error)
+            fresh.__cause__ = self.error.__cause__
+            raise fresh.with_traceback(self.error.__traceback__)
 
     def why(self, has_batch: bool) -> str:
         """Why the strategy gave up. A graph without a batch looks to it like one of a single row."""

@@ -50,9 +50,10 @@ class Planning:
         return next((p for p in self.plans if p.holds(facts)), None)
 
     def plan(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
-        """Run the strategy in this context; and, where plans are measured, once for each combination of its options."""
+        """Run the strategy in this context; and, where plans are measured, once for each combination of its options. What it is refused for
+        comes back as `Planned.error`."""
         planned, num_options = self._plan_once(facts, sizes, ())
-        if not self.settings.never_slower:
+        if not self.settings.never_slower or planned.error is not None:
             return planned
         rivals: list[Planned] = []
         waiting = _other_options((), num_options)
@@ -60,10 +61,9 @@ class Planning:
             if not waiting:
                 break
             chosen = waiting.pop(0)
-            try:
-                rival, num_options = self._plan_once(facts, sizes, chosen)
-            except errors.DynaFlowError as error:
-                log.info("%s: an option of its strategy is left out: %s", self.settings.name, error)
+            rival, num_options = self._plan_once(facts, sizes, chosen)
+            if rival.error is not None:
+                log.info("%s: an option of its strategy is left out: %s", self.settings.name, rival.error)
                 continue
             waiting += _other_options(chosen, num_options)
             if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
@@ -72,8 +72,14 @@ class Planning:
 
     def _plan_once(self, facts: Mapping[str, Any], sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
         """Synchronise, fuse, place and verify what the strategy did; and how many options it had."""
-        began = time.perf_counter()
         context = Context(facts)
+        try:
+            return self._finished(context, sizes, chosen)
+        except errors.DynaFlowError as error:
+            return Planned(sequential_plan(self.flow, "refused"), context.looks, None, error=error, chosen=tuple(chosen)), []
+
+    def _finished(self, context: Context, sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
+        began = time.perf_counter()
         planner = run_strategy(
             self.flow, self.settings.strategy, context, chosen=chosen,
             check_replacement=lambda function, calls, where: check_replacement(self.flow, self.built.fakes, function, calls, where),
@@ -120,11 +126,7 @@ class Planning:
 
     def plan_with_all_ranks(self, facts: Mapping[str, Any], sizes: Mapping[str, Any]) -> Planned:
         """Every rank says what it would do, a rank without a plan too: all run plans, or all run the sequential graph."""
-        refused: errors.DynaFlowError | None = None
-        try:
-            planned = self.plan(facts, sizes)
-        except errors.DynaFlowError as error:
-            refused, planned = error, Planned(sequential_plan(self.flow, "refused"), (), None)
+        planned = self.plan(facts, sizes)
         try:
             plans = (planned, *planned.rivals)
             num_measured = len(plans) if self.settings.never_slower and any(each.binder is not None for each in plans) else 0
@@ -135,10 +137,10 @@ class Planning:
         except errors.RankMismatch as error:
             # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
             self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
-            raise (refused or error) from None  # the first error is the one to show
-        if refused is not None:
-            raise refused
-        self.plans.append(planned)
+            raise (planned.error or error) from None  # the first error is the one to show
+        # (nobody looked at the size of a batch that is too small)
+        if not isinstance(planned.error, errors.BatchTooSmall):
+            self.plans.append(planned)
         return planned
 
 

@@ -621,3 +621,27 @@ def test_known_calls_do_not_wait_for_a_thread_that_plans(strategy):
         thread.join(10)
         assert not thread.is_alive()
     assert len(results) == 3 and all(torch.equal(result, torch.tanh(x)) for result in results)
+
+
+class WrongInPrefill(df.Strategy):
+    def schedule(self, flow):
+        if flow.context.tags.get("phase") == "prefill":
+            return flow.split(2)  # and executes nothing
+        return df.TwoBatch().schedule(flow)
+
+
+def test_a_mistake_in_one_context_is_none_in_another():
+    """By the tags that it looked at, too; and where it looks the same, the strategy does not run again."""
+    fast = df.compile(torch.tanh, strategy=WrongInPrefill(), runtime="serial")
+    strict = df.compile(torch.tanh, strategy=WrongInPrefill(), runtime="serial", strict=True)
+    x = torch.randn(4, 3)
+    for phase, num_falls, num_plans in (("prefill", 1, 0), ("decode", 1, 1), ("prefill", 2, 1), ("decode", 2, 1)):
+        with df.context(phase=phase):
+            assert_same(fast(x), torch.tanh(x))
+        assert (sum(df.stats(fast).fallbacks.values()), df.stats(fast).plans) == (num_falls, num_plans)
+    errors_seen = []
+    for n in (4, 4, 6):
+        with df.context(phase="prefill"), pytest.raises(errors.StrategyError) as caught:
+            strict(torch.randn(n, 3))
+        errors_seen.append(caught.value)
+    assert len({id(error) for error in errors_seen}) == 3 and len({str(error) for error in errors_seen}) == 1

@@ -119,10 +119,17 @@ class NotIfSmall(Uneven):
         return super().schedule(flow)
 
 
-def what_gave_up_is_dropped(kept):
+class WrongIfSmall(Uneven):
+    def schedule(self, flow):
+        if int(flow.context.batch_size) < 4:
+            return flow.split(2)  # and executes nothing
+        return super().schedule(flow)
+
+
+def what_gave_up_is_dropped(kept, strategy):
     bindings.MAX_PLANS, ranks.TIME_LIMIT = kept, timedelta(seconds=10)
     net, whole = nets(num_layers=1)
-    fast = df.compile(WithMemory(net).eval(), strategy=NotIfSmall())
+    fast = df.compile(WithMemory(net).eval(), strategy=strategy())
     lengths = {2: [3, 3 + dist.get_rank()]}  # the second time, one rank knows these very sizes, and the other one does not
     for batch_size in (2, 4, 6, 8, 2):
         memory = torch.zeros(lengths.get(batch_size, [3]).pop(0), models.WIDTH)
@@ -183,10 +190,12 @@ def test_ranks_drop_the_same_plans():
     assert run(plans_that_are_dropped, 2) == [5, 5]
 
 
-@pytest.mark.parametrize("kept, num_plans", [(2, 5), (256, 4)])
-def test_ranks_drop_what_gave_up_too(kept, num_plans):
-    """Or one plans it anew, and waits for the other, which still knows."""
-    assert run(what_gave_up_is_dropped, 2, kept) == [num_plans] * 2
+@pytest.mark.parametrize("kept, strategy, num_plans", [
+    (2, NotIfSmall, 5), (256, NotIfSmall, 4), (2, WrongIfSmall, 3), (256, WrongIfSmall, 3),
+])  # fmt: skip
+def test_ranks_drop_what_gave_up_or_was_refused_too(kept, strategy, num_plans):
+    """Or one plans it anew, and waits for the other, which still knows. (What is refused is no plan.)"""
+    assert run(what_gave_up_is_dropped, 2, kept, strategy) == [num_plans] * 2
 
 
 def test_rejects_another_order_on_every_rank():
