@@ -34,6 +34,16 @@ NUM_ROUNDS, LIMIT_S = 7, 0.2
 MIN_GAIN = 0.02
 # elements of a floating-point tensor that may be a counter; all others are
 MAX_COUNTER = 4096
+# segments that torch's allocator takes from the device: for what has up to 1 MiB, for what has up to 10, and in steps of which for more
+SMALL_SEGMENT, LARGE_SEGMENT, SEGMENT_STEP = 2 * 2**20, 20 * 2**20, 2 * 2**20
+FILLS_A_SEGMENT = 10 * 2**20
+
+
+def segment_bytes(small: int, large: int, num_large: int) -> int:
+    """What the allocator takes from the device for so many bytes, in so many pieces of more than 1 MiB: at most, since a kernel that lets
+    go of one piece before it asks for the next may get the same segment."""
+    step = LARGE_SEGMENT if large < num_large * FILLS_A_SEGMENT else SEGMENT_STEP
+    return -(-small // SMALL_SEGMENT) * SMALL_SEGMENT + -(-large // step) * step
 
 
 class Clock(Protocol):
@@ -98,7 +108,7 @@ class CudaClock:
     """A kernel alone, several times in a row in one recording; then n rows side by side. Where those take as long as one, it fills 1/n
     of the device or less; where they take n times as long, all of it.
 
-    The first time, it runs in memory of its own: what the allocator holds for it then, it holds for every stream that it runs on.
+    What the allocator holds for its work on one stream, it holds for every stream that it runs on.
 
     What has a workspace runs on streams that may have one: each keeps 32 MiB for good. Nor may two of its rows share a workspace: where a
     product's parts take turns, they wait for counters there, for ever if another product resets those. Where there is room for few, two
@@ -142,16 +152,19 @@ class CudaClock:
         return alone, _share(self._us([row, recorded]) / alone / 2, 1 / NUM_ROWS)
 
     def _held_bytes(self, launch: Callable[[], Any]) -> int:
-        """Segments of the allocator's, the smallest of which have 2 and 20 MiB."""
+        """By what the allocator is asked for meanwhile. It would be seen in a pool of the kernel's own; but torch ends the process where a
+        pool goes while anybody captures, or once a capture has failed."""
         if torch.cuda.get_allocator_backend() != "native":
-            return 0  # it knows no memory of one's own
-        # (not by the pool's own snapshot(): torch 2.11's frees numbers of Python's that others have)
-        before = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.device(self._device), torch.cuda.use_mem_pool(pool := torch.cuda.MemPool()):
-            launch()
-        held = torch.cuda.memory_reserved(self._device) - before
-        del pool  # with its memory, which counts until here
-        return max(held, 0)
+            return 0  # it has no segments
+        before = torch.cuda.memory_stats_as_nested_dict(self._device)
+        launch()
+        after = torch.cuda.memory_stats_as_nested_dict(self._device)
+
+        def more(what: str, pool: str) -> int:
+            return int(after[what][pool]["allocated"] - before[what][pool]["allocated"])
+
+        small, large = (more("requested_bytes", pool) for pool in ("small_pool", "large_pool"))
+        return segment_bytes(small, large, more("allocation", "large_pool"))
 
     def _sides_for_products(self) -> list[torch.cuda.Stream]:
         """Asked for once, with the first product."""

@@ -26,7 +26,18 @@ from torch._prims_common import clone_preserve_strides
 from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
 from dynaflow.ir import CALLER, Plan, Stream
-from dynaflow.measure import MIN_GAIN, NUM_ROUNDS, Before, clock_for, compare, is_faster, measure_costs, num_lanes, same_random_numbers
+from dynaflow.measure import (
+    MIN_GAIN,
+    NUM_ROUNDS,
+    SMALL_SEGMENT,
+    Before,
+    clock_for,
+    compare,
+    is_faster,
+    measure_costs,
+    num_lanes,
+    same_random_numbers,
+)
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
@@ -50,8 +61,7 @@ NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
 AS_FAST = 1.02
 # what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more: what the
 # allocator asks for at a time, at least
-MAX_MEMORY, SPARE_BYTES = 1.25, 2 * 2**20
-SMALL_SEGMENT = SPARE_BYTES
+MAX_MEMORY, SPARE_BYTES = 1.25, SMALL_SEGMENT
 # streams with a workspace that measuring products is worth
 MIN_MEASURED = 3
 # products, and kernels that allocate, stay on the caller's stream where they take less than this share of the time: memory is kept for

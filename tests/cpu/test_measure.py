@@ -15,6 +15,8 @@ from dynaflow.runtime import threads
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Geometry
 
+MIB = 2**20
+
 TEXT = """
 import torch
 
@@ -140,3 +142,11 @@ def test_a_gain_must_be_no_chance():
     assert is_faster([90.0] * 6 + [120.0], other)
     assert not is_faster([90.0] * 5 + [120.0] * 2, other), "twice slower"
     assert not is_faster([99.0] * 7, other), "too little"
+
+
+@pytest.mark.parametrize("small, large, num_large, segments_mib", [
+    (0, 0, 0, 0), (512, 0, 0, 2), (3 * MIB, 0, 0, 4), (0, 2 * MIB, 1, 20), (512, 9 * MIB, 1, 22), (0, 10 * MIB, 1, 10),
+    (0, 17 * MIB, 1, 18), (0, 18 * MIB, 3, 20), (0, 27 * MIB, 3, 40),
+])  # fmt: skip
+def test_what_the_allocator_takes_for_what_it_is_asked_for(small, large, num_large, segments_mib):
+    assert measure.segment_bytes(small, large, num_large) == segments_mib * MIB

@@ -95,8 +95,9 @@ def test_memory_is_counted_and_given_back():
 def test_a_kernel_that_nobody_computes_is_told(x):
     """Behind every test; what torch launches itself, with no op of ours around it, leaves its results as they were."""
     assert kernels.not_computed() == ""
-    torch._foreach_add([x], 1.0)
-    assert "foreach" in kernels.not_computed().lower() and kernels.not_computed() == ""
+    step = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([x], [x], [], **step, is_first_step=True)
+    assert "sgd" in kernels.not_computed().lower() and kernels.not_computed() == ""
 
 
 def test_what_a_kernel_raises_is_told(x):
