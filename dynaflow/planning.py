@@ -138,9 +138,7 @@ class Planning:
             # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
             self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
             raise (planned.error or error) from None  # the first error is the one to show
-        # (nobody looked at the size of a batch that is too small)
-        if not isinstance(planned.error, errors.BatchTooSmall):
-            self.plans.append(planned)
+        self.plans.append(planned)
         return planned
 
 
