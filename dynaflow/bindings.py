@@ -111,8 +111,9 @@ class Bindings:
         self.steady.pop(key, None)
         self._unmeasured.discard(key)
 
-    def _forget(self, bound: Bound | Fallback) -> None:
-        if self._recordings is not None and isinstance(bound, Bound):
+    def _forget(self, found: Bound | Fallback) -> None:
+        bound = found.bound if isinstance(found, Fallback) else found
+        if self._recordings is not None and bound is not None:
             self._recordings.forget(bound)
 
     # -- 2. what is new
@@ -133,7 +134,7 @@ class Bindings:
                     if self.settings.strict or isinstance(error, errors.RankMissing):
                         raise
                     is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
-                    bound = Fallback(str(error), error, bound=self.as_one(sizes) if is_plannable else None)
+                    bound = Fallback.of(error, bound=self.as_one(sizes) if is_plannable else None)
                 except Exception as error:
                     if self.settings.strict:
                         raise
@@ -232,16 +233,17 @@ class Bindings:
                 f"align moved the cuts at rows {list(cuts)} to {list(moved)}, of parts that are apart.",
                 why=f"the tag {APART} vouches for the former alone: state of the name {bound.program.flow.apart} could be raced for",
                 fix="leave these cuts where they are, or do not give the tag")  # fmt: skip
+        there = self._bound.get((bound, moved))
+        return there if isinstance(there, Bound) else self._move(bound, moved)
+
+    def _move(self, bound: Bound, cuts: tuple[int, ...]) -> Bound:
         with self.settings.lock:
-            there = self._bound.get((bound, moved))
-            if there is None:
-                planned = next((p for p in self.planning.plans if p.binder is not None and p.plan is bound.plan), None)
-                if planned is None or planned.binder is None:  # another thread's call dropped the plan meanwhile: this one is the last
-                    return Binder(bound.plan, bound.program).bind(bound.sizes, bound.memory, moved)
-                there = planned.binder.bind(bound.sizes, bound.memory, moved)
-                self._keep((bound, moved), there, planned)
-                self.settings.count(binds=1)
-            assert isinstance(there, Bound)
+            planned = next((p for p in self.planning.plans if p.binder is not None and p.plan is bound.plan), None)
+            if planned is None or planned.binder is None:  # another thread's call dropped the plan meanwhile: this one is the last
+                return Binder(bound.plan, bound.program).bind(bound.sizes, bound.memory, cuts)
+            there = planned.binder.bind(bound.sizes, bound.memory, cuts)
+            self._keep((bound, cuts), there, planned)
+            self.settings.count(binds=1)
             return there
 
     def serialised(self, bound: Bound, sizes: Sizes) -> Bound:
