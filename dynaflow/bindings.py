@@ -11,6 +11,7 @@ as few launches as it takes.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
 from dynaflow import errors
@@ -182,10 +183,11 @@ class Bindings:
         planned = self.planning.plan_with_all_ranks(facts, numbers)
         self._drop_oldest_plans()
         looks = [look for p in (planned, *planned.rivals) for look in p.looks]
-        read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
-        self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
-        if read:
-            self.steady.clear()
+        read = {name: None for look in looks if (name := look.name.removeprefix("tag.")) != look.name}
+        if not read.keys() <= {*self._tags_read}:
+            self._tags_read = tuple({**dict.fromkeys(self._tags_read), **read})
+            for key in list(self._bound):  # nobody would find these again
+                self._drop(key)
         return planned
 
     def _drop_oldest_plans(self) -> None:
@@ -250,7 +252,9 @@ class Bindings:
         with self.settings.lock:
             plan, binder = self._serial.get(id(bound.plan), (None, None))
             if plan is not bound.plan or binder is None:
-                binder = Binder(bound.plan.serialised(), bound.program)
+                # a function in the place of ops may have streams of its own
+                functions = {name: f.serialised() if hasattr(f, "serialised") else f for name, f in bound.program.functions.items()}
+                binder = Binder(bound.plan.serialised(), replace(bound.program, functions=functions))
                 self._serial[id(bound.plan)] = (bound.plan, binder)
             return binder.bind(self._boundary.numbers(sizes), cuts=bound.cuts)
 

@@ -162,6 +162,17 @@ def test_a_product_that_others_need_is_left_alone(how):
     torch.testing.assert_close(fast(x), net(x))
 
 
+def test_in_the_reference_nothing_is_sent_beside(monkeypatch):
+    """Or a plan would be held against itself."""
+    x = torch.randn(8, 8)
+    fast = df.compile(Product("alone"), strategy=df.FusedGemm(4, 1), partition=[NETWORK], strict=True)
+    y, _ = fast(x)
+    monkeypatch.setattr(chunked, "on_thread", None)
+    assert torch.equal(df.run_serialised(fast, x)[0], y)
+    with pytest.raises(TypeError):
+        fast(x)
+
+
 def test_chunks_follow_the_context():
     net = Product("alone")
     names = {}
