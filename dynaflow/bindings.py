@@ -139,7 +139,7 @@ class Bindings:
                 except Exception as error:
                     if self.settings.strict:
                         raise
-                    bound = our_bug(self.settings.name, "planned", error)
+                    bound = Fallback.of(our_bug(self.settings.name, "planned", error))
                 self._keep(self._key(sizes, tags), bound, planned)
             return bound
 

@@ -152,7 +152,7 @@ class CapturedGraph:
             is_wanted = isinstance(error, Unplannable) and isinstance(settings.strategy, Sequential)
             self.refusal = Fallback.of(error, is_wanted=is_wanted)
         except Exception as error:
-            self.refusal = our_bug(settings.name, "analysed", error)
+            self.refusal = Fallback.of(our_bug(settings.name, "analysed", error))
 
     # -- 1. capture
 

@@ -79,10 +79,12 @@ class Fallback:
         return cls(str(error), error.bare(), **more)
 
 
-def our_bug(name: str, what: str, error: Exception) -> Fallback:
-    """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback, and run as it is."""
+def our_bug(name: str, what: str, error: Exception) -> Unplannable:
+    """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback."""
     log.exception("dynaflow: a graph of %s could not be %s", name, what)
-    return Fallback.of(Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug"))
+    found = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
+    found.__cause__ = error
+    return found
 
 
 def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:

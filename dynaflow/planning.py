@@ -20,7 +20,7 @@ from dynaflow.context import Context
 from dynaflow.inductor.entries import Inductor
 from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import can_be_loose
-from dynaflow.planned import Planned, finish_plan
+from dynaflow.planned import Planned, finish_plan, our_bug
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import why_between
 from dynaflow.replacement import body, check_replacement
@@ -76,7 +76,10 @@ class Planning:
         try:
             return self._finished(context, sizes, chosen)
         except errors.DynaFlowError as error:
-            return Planned(sequential_plan(self.flow, "refused"), context.looks, None, error=error, chosen=tuple(chosen)), []
+            refused = error
+        except Exception as error:  # noqa: BLE001 (other ranks wait to be told, too)
+            refused = our_bug(self.settings.name, "planned", error)
+        return Planned(sequential_plan(self.flow, "refused"), context.looks, None, error=refused, chosen=tuple(chosen)), []
 
     def _finished(self, context: Context, sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
         began = time.perf_counter()

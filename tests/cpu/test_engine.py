@@ -698,6 +698,18 @@ def test_what_a_strategy_is_refused_for_is_kept_once_and_nothing_of_the_call(ref
         assert causes == [KeyError, *[type(None)] * 3], "where it came from is shown with the first"
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mistake_of_ours_is_said_to_be_ours(monkeypatch, strict):
+    monkeypatch.setattr("dynaflow.planning.finish_plan", lambda *_: {}["of ours"])
+    fast = df.compile(torch.tanh, strategy=df.TwoBatch(), runtime="serial", strict=strict)
+    x = torch.randn(4, 3)
+    with pytest.raises(errors.DynaFlowError, match="it is our bug") if strict else contextlib.nullcontext() as caught:
+        assert_same(fast(x), torch.tanh(x))
+    said = str(caught.value) if strict else next(iter(df.stats(fast).fallbacks))
+    assert "the graph could not be planned: KeyError: 'of ours'" in said
+    assert not strict or isinstance(caught.value.__cause__, KeyError)
+
+
 def test_a_graph_that_is_refused_is_refused_anew_each_time():
     """One error that is raised again and again would keep the frames of every call."""
     fast = df.compile(lambda x: x.clone().unsqueeze_(0) * 2, strategy=df.TwoBatch(), strict=True)
