@@ -64,7 +64,7 @@ class Planning:
             rival, num_options = self._plan_once(facts, sizes, chosen)
             if rival.error is not None:
                 log.info("%s: an option of its strategy is left out: %s", self.settings.name, rival.error)
-                continue
+                rival = replace(rival, error=None)  # it gave up, where the strategy sees the same
             waiting += _other_options(chosen, num_options)
             if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
                 rivals.append(rival)
@@ -79,7 +79,8 @@ class Planning:
             refused = error
         except Exception as error:  # noqa: BLE001 (other ranks wait to be told, too)
             refused = our_bug(self.settings.name, "planned", error)
-        return Planned(sequential_plan(self.flow, "refused"), context.looks, None, error=refused, chosen=tuple(chosen)), []
+        plan = sequential_plan(self.flow, "refused", tuple(map(str, context.looks)))
+        return Planned(plan, context.looks, None, error=refused, chosen=tuple(chosen)), []
 
     def _finished(self, context: Context, sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
         began = time.perf_counter()
