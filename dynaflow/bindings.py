@@ -11,6 +11,7 @@ as few launches as it takes.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
 from dynaflow import errors
@@ -111,8 +112,9 @@ class Bindings:
         self.steady.pop(key, None)
         self._unmeasured.discard(key)
 
-    def _forget(self, bound: Bound | Fallback) -> None:
-        if self._recordings is not None and isinstance(bound, Bound):
+    def _forget(self, found: Bound | Fallback) -> None:
+        bound = found.bound if isinstance(found, Fallback) else found
+        if self._recordings is not None and bound is not None:
             self._recordings.forget(bound)
 
     # -- 2. what is new
@@ -133,11 +135,11 @@ class Bindings:
                     if self.settings.strict or isinstance(error, errors.RankMissing):
                         raise
                     is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
-                    bound = Fallback(str(error), error, bound=self.as_one(sizes) if is_plannable else None)
+                    bound = Fallback.of(error, bound=self.as_one(sizes) if is_plannable else None)
                 except Exception as error:
                     if self.settings.strict:
                         raise
-                    bound = our_bug(self.settings.name, "planned", error)
+                    bound = Fallback.of(our_bug(self.settings.name, "planned", error))
                 self._keep(self._key(sizes, tags), bound, planned)
             return bound
 
@@ -181,10 +183,11 @@ class Bindings:
         planned = self.planning.plan_with_all_ranks(facts, numbers)
         self._drop_oldest_plans()
         looks = [look for p in (planned, *planned.rivals) for look in p.looks]
-        read = [look.name.removeprefix("tag.") for look in looks if look.name.startswith("tag.")]
-        self._tags_read = tuple(dict.fromkeys((*self._tags_read, *read)))
-        if read:
-            self.steady.clear()
+        read = {name: None for look in looks if (name := look.name.removeprefix("tag.")) != look.name}
+        if not read.keys() <= {*self._tags_read}:
+            self._tags_read = tuple({**dict.fromkeys(self._tags_read), **read})
+            for key in list(self._bound):  # nobody would find these again
+                self._drop(key)
         return planned
 
     def _drop_oldest_plans(self) -> None:
@@ -232,23 +235,26 @@ class Bindings:
                 f"align moved the cuts at rows {list(cuts)} to {list(moved)}, of parts that are apart.",
                 why=f"the tag {APART} vouches for the former alone: state of the name {bound.program.flow.apart} could be raced for",
                 fix="leave these cuts where they are, or do not give the tag")  # fmt: skip
+        there = self._bound.get((bound, moved))
+        return there if isinstance(there, Bound) else self._move(bound, moved)
+
+    def _move(self, bound: Bound, cuts: tuple[int, ...]) -> Bound:
         with self.settings.lock:
-            there = self._bound.get((bound, moved))
-            if there is None:
-                planned = next((p for p in self.planning.plans if p.binder is not None and p.plan is bound.plan), None)
-                if planned is None or planned.binder is None:  # another thread's call dropped the plan meanwhile: this one is the last
-                    return Binder(bound.plan, bound.program).bind(bound.sizes, bound.memory, moved)
-                there = planned.binder.bind(bound.sizes, bound.memory, moved)
-                self._keep((bound, moved), there, planned)
-                self.settings.count(binds=1)
-            assert isinstance(there, Bound)
+            planned = next((p for p in self.planning.plans if p.binder is not None and p.plan is bound.plan), None)
+            if planned is None or planned.binder is None:  # another thread's call dropped the plan meanwhile: this one is the last
+                return Binder(bound.plan, bound.program).bind(bound.sizes, bound.memory, cuts)
+            there = planned.binder.bind(bound.sizes, bound.memory, cuts)
+            self._keep((bound, cuts), there, planned)
+            self.settings.count(binds=1)
             return there
 
     def serialised(self, bound: Bound, sizes: Sizes) -> Bound:
         with self.settings.lock:
             plan, binder = self._serial.get(id(bound.plan), (None, None))
             if plan is not bound.plan or binder is None:
-                binder = Binder(bound.plan.serialised(), bound.program)
+                # a function in the place of ops may have streams of its own
+                functions = {name: f.serialised() if hasattr(f, "serialised") else f for name, f in bound.program.functions.items()}
+                binder = Binder(bound.plan.serialised(), replace(bound.program, functions=functions))
                 self._serial[id(bound.plan)] = (bound.plan, binder)
             return binder.bind(self._boundary.numbers(sizes), cuts=bound.cuts)
 

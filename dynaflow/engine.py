@@ -150,9 +150,9 @@ class CapturedGraph:
         except errors.DynaFlowError as error:
             # the sequential graph is what Sequential asks for, whether a plan could be made or not
             is_wanted = isinstance(error, Unplannable) and isinstance(settings.strategy, Sequential)
-            self.refusal = Fallback(str(error), error, is_wanted)
+            self.refusal = Fallback.of(error, is_wanted=is_wanted)
         except Exception as error:
-            self.refusal = our_bug(settings.name, "analysed", error)
+            self.refusal = Fallback.of(our_bug(settings.name, "analysed", error))
 
     # -- 1. capture
 
@@ -227,7 +227,7 @@ class CapturedGraph:
         try:
             bound = bindings.moved(bound)
         except errors.BatchTooSmall as error:
-            return self._fall_back(Fallback(str(error), error), args)
+            return self._fall_back(Fallback.of(error), args)
         if is_serialised():
             bound = bindings.serialised(bound, sizes)
         elif self._recordings is not None and self.settings.part_context is None and not is_profiling():
@@ -239,7 +239,7 @@ class CapturedGraph:
         try:
             aligned = self._aligned(args)
         except errors.Misaligned as error:
-            return self._fall_back(Fallback(str(error), error), args, self.gm.forward)
+            return self._fall_back(Fallback.of(error), args, self.gm.forward)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._hand_out(bound, sizes, args, self._issue(bound, aligned))
 
@@ -382,8 +382,9 @@ class CapturedGraph:
         if why.is_wanted or (isinstance(self.settings.strategy, Sequential) and self._recordings is None):
             return  # nothing was asked for that is not done
         if self.settings.strict and not why.is_choice:
-            raise why.error or errors.FellBack(
+            error = why.error or errors.FellBack(
                 f"{self.settings.name} would fall back to the sequential graph: {why.reason}.",
                 fix="strict=False runs the sequential graph instead, and counts it")  # fmt: skip
+            raise error.bare() from None
         if self.settings.count_fallback(why.reason):
             log.warning("%s falls back to the sequential graph: %s", self.settings.name, why.reason)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import linecache
+from typing import Self
 
 
 class DynaFlowError(ValueError):
@@ -24,6 +25,12 @@ class DynaFlowError(ValueError):
         if picture:
             lines.extend("  " + line for line in picture.splitlines()[:6])
         super().__init__("\n".join(lines))
+
+    def bare(self) -> Self:
+        """The same without where it was raised, to be kept: a traceback keeps the frames that it goes through, and what was called with."""
+        same = type(self).__new__(type(self), *self.args)
+        same.__dict__.update(self.__dict__)
+        return same
 
 
 def quote(where: str) -> str:

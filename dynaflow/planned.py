@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
@@ -40,11 +39,11 @@ class Planned:
     chosen: tuple[int, ...] = ()
 
     def raise_error(self) -> None:
-        """A new one each time: an exception that is kept would keep the frames that it went through, and what was called with."""
-        if self.error is not None:
-            fresh = copy.copy(self.error)
-            fresh.__cause__ = self.error.__cause__
-            raise fresh.with_traceback(self.error.__traceback__)
+        """A new one each time. The first takes along where it comes from: what is kept is bare."""
+        if (kept := self.error) is not None:
+            cause, origin = kept.__cause__, kept.__traceback__
+            kept.__cause__ = kept.__context__ = kept.__traceback__ = None
+            raise kept.bare().with_traceback(origin) from cause
 
     def why(self, has_batch: bool) -> str:
         """Why the strategy gave up. A graph without a batch looks to it like one of a single row."""
@@ -75,13 +74,17 @@ class Fallback:
     # the sequential plan, compiled as one launch (or as few as it takes); None: the graph runs as it was captured
     bound: Bound | None = None
 
+    @classmethod
+    def of(cls, error: errors.DynaFlowError, **more: Any) -> Fallback:
+        return cls(str(error), error.bare(), **more)
 
-def our_bug(name: str, what: str, error: Exception) -> Fallback:
-    """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback, and run as it is."""
+
+def our_bug(name: str, what: str, error: Exception) -> Unplannable:
+    """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback."""
     log.exception("dynaflow: a graph of %s could not be %s", name, what)
-    unplannable = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
-    unplannable.__cause__ = error
-    return Fallback(str(unplannable), unplannable)
+    found = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
+    found.__cause__ = error
+    return found
 
 
 def finish_plan(flow: Flow, plan: Plan, can_fuse: Callable[[Op], bool] | None = None, loose: frozenset[str] = frozenset()) -> Plan:

@@ -20,7 +20,7 @@ from dynaflow.context import Context
 from dynaflow.inductor.entries import Inductor
 from dynaflow.ir import Flow, Op, Plan
 from dynaflow.memory import can_be_loose
-from dynaflow.planned import Planned, finish_plan
+from dynaflow.planned import Planned, finish_plan, our_bug
 from dynaflow.planner import run_strategy, sequential_plan
 from dynaflow.recorded import why_between
 from dynaflow.replacement import body, check_replacement
@@ -64,7 +64,7 @@ class Planning:
             rival, num_options = self._plan_once(facts, sizes, chosen)
             if rival.error is not None:
                 log.info("%s: an option of its strategy is left out: %s", self.settings.name, rival.error)
-                continue
+                rival = replace(rival, error=None)  # it gave up, where the strategy sees the same
             waiting += _other_options(chosen, num_options)
             if all(_identity(rival) != _identity(other) for other in (planned, *rivals)):
                 rivals.append(rival)
@@ -76,7 +76,11 @@ class Planning:
         try:
             return self._finished(context, sizes, chosen)
         except errors.DynaFlowError as error:
-            return Planned(sequential_plan(self.flow, "refused"), context.looks, None, error=error, chosen=tuple(chosen)), []
+            refused = error
+        except Exception as error:  # noqa: BLE001 (other ranks wait to be told, too)
+            refused = our_bug(self.settings.name, "planned", error)
+        plan = sequential_plan(self.flow, "refused", tuple(map(str, context.looks)))
+        return Planned(plan, context.looks, None, error=refused, chosen=tuple(chosen)), []
 
     def _finished(self, context: Context, sizes: Mapping[str, Any], chosen: Sequence[int]) -> tuple[Planned, list[int]]:
         began = time.perf_counter()
@@ -138,9 +142,7 @@ class Planning:
             # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
             self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
             raise (planned.error or error) from None  # the first error is the one to show
-        # (nobody looked at the size of a batch that is too small)
-        if not isinstance(planned.error, errors.BatchTooSmall):
-            self.plans.append(planned)
+        self.plans.append(planned)
         return planned
 
 

@@ -7,7 +7,7 @@ uses a fake mode and a shape environment of its own; nothing of Dynamo's is touc
 2. AOT and Inductor compile. Guards on the numbers that they add are kept as text.
 3. Where no output is an alias and changes of inputs happen inside the graph, AOT's wrappers have nothing to do: Inductor's `call` is
    used directly, redirected. Its text is compiled in the namespace of the module that Inductor loaded: kernels are not loaded again.
-4. Else AOT's function is used, and every output comes back with memory of its own.
+4. Else AOT's function is used, and every output comes back as it has it.
 """
 
 from __future__ import annotations
@@ -177,11 +177,11 @@ def _compile(
         wrapped = _why_wrapped(context.fw_metadata, num_outputs)
     names, guards, strides = tuple(map(str, symbols)), _guards(env, symbols), _strides(inductor, num_outputs)
     call: Boxed = lambda args: aot(*args)  # type: ignore[operator]  # noqa: E731
-    redirected, path = Redirected("", wrapped), ""
+    redirected, path = Redirected("", wrapped, (True,) * num_outputs), ""
     if inductor is not None:
         redirected, module = redirect(inductor.source_code, num_outputs), loaded_module(inductor)
         if any(wrapped):
-            redirected, path = Redirected(inductor.source_code, wrapped, redirected.wrapper), module.__file__ or ""
+            redirected, path = Redirected(inductor.source_code, wrapped, redirected.shared, redirected.wrapper), module.__file__ or ""
         elif redirected.replaced or redirected.wrapper is not None:
             call, path = _in_place(redirected, module, autocast)
             kept.save(kept_at, inductor, names, guards, strides)

@@ -30,14 +30,14 @@ class Redirected:
     text: str
     # per output: empty when it lies in the caller's tensor, else why not
     own: tuple[str, ...]
+    # per output: whether it is, or may be, memory of an argument, of a constant, or of another output, whatever the graph says
+    shared: tuple[bool, ...]
     # what `text` was made from; None when that was not understood
     wrapper: Wrapper | None = None
     # names whose allocations were replaced
     replaced: frozenset[str] = frozenset()
     # whether None will do for every tensor of the caller's
     allocates: bool = False
-    # per output: whether it is memory of an argument, of a constant, or of another output, whatever the graph says that it makes
-    shared: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def redirect(text: str, num_outputs: int) -> Redirected:
             raise NotUnderstood(f"{len(wrapper.outputs)} results are returned, {num_outputs} were expected")
         places = _trace(wrapper)
     except NotUnderstood as e:
-        return Redirected(text, (f"Inductor's code has an unknown form: {e}",) * num_outputs)
+        return Redirected(text, (f"Inductor's code has an unknown form: {e}",) * num_outputs, (True,) * num_outputs)
     scope, device = _symbols(wrapper), "CUDA" if "_DeviceGuard" in text else "CPU"
     roots = [_place(places, out) for out in wrapper.outputs]
     own: list[str] = []
@@ -94,7 +94,7 @@ def redirect(text: str, num_outputs: int) -> Redirected:
     for start, end, new in sorted(edits, reverse=True):
         raw = raw[:start] + new.encode() + raw[end:]
     shared = tuple(_is_shared(k, roots) for k in range(len(roots)))
-    return Redirected(raw.decode(), tuple(own), wrapper, frozenset(replaced), allocates, shared)
+    return Redirected(raw.decode(), tuple(own), shared, wrapper, frozenset(replaced), allocates)
 
 
 # -- 1. trace

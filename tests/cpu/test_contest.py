@@ -163,6 +163,25 @@ def test_of_a_strategy_s_options_the_fastest_runs(times, us, num_parts):
     assert not df.stats(plain).measured
 
 
+class WrongIfSmall(df.Strategy):
+    """Of its two options, the second is one from eight rows up."""
+
+    def schedule(self, flow):
+        num_parts = flow.any_of(2, 4)
+        flow.split(num_parts)
+        if num_parts == 2 or flow.context.batch_size >= 8:
+            InParts(num_parts).schedule(flow)
+
+
+def test_an_option_that_is_refused_at_one_size_is_measured_at_another(times):
+    fast, num_ways = compiled(net(), runtime="threads", strategy=WrongIfSmall(), strict=True), []
+    with torch.no_grad():
+        for n in (6, 5, 9, 12):
+            fast(torch.randn(n, 8), torch.zeros(n, 8))
+            num_ways.append(times["ways"])
+    assert num_ways == [2, 2, 3, 3] and df.stats(fast).plans == 3
+
+
 def test_what_was_measured_is_kept_for_some_sizes(times, monkeypatch):
     monkeypatch.setattr("dynaflow.settings.MAX_MEASURED", 2)
     fast = compiled(net(), runtime="threads")

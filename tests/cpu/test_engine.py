@@ -600,10 +600,17 @@ class ByPhase(df.Strategy):
         return df.TwoBatch().schedule(flow) if flow.context.tags.get("phase") != "decode" else flow.sequential("decoding")
 
 
-@pytest.mark.parametrize("strategy", [df.TwoBatch(), ByPhase()], ids=["one plan", "a plan per tag"])
-def test_known_calls_do_not_wait_for_a_thread_that_plans(strategy):
+KNOWN = {
+    "one plan": (df.TwoBatch(), {"runtime": "graph"}), "a plan per tag": (ByPhase(), {"runtime": "graph"}),
+    "moved cuts": (df.TwoBatch(), {"runtime": "serial", "align": lambda rows: [row - 1 for row in rows]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_known_calls_do_not_wait_for_a_thread_that_plans(known):
     """Planning may compile, measure, and wait for other ranks: all of it under the lock."""
-    fast = df.compile(torch.tanh, strategy=strategy, runtime="graph", strict=True)
+    strategy, options = KNOWN[known]
+    fast = df.compile(torch.tanh, strategy=strategy, strict=True, **options)
     x, results, is_warm, is_held = torch.randn(4, 3), [], threading.Event(), threading.Event()
 
     def calls():
@@ -645,3 +652,74 @@ def test_a_mistake_in_one_context_is_none_in_another():
             strict(torch.randn(n, 3))
         errors_seen.append(caught.value)
     assert len({id(error) for error in errors_seen}) == 3 and len({str(error) for error in errors_seen}) == 1
+
+
+class RefusedFor(df.Strategy):
+    """It raises, or returns without having done anything, and counts how often it was asked."""
+
+    def __init__(self, make_error):
+        self.make_error, self.num_asked = make_error, 0
+
+    def schedule(self, flow):
+        self.num_asked += 1
+        if flow.context.batch_size < 100:
+            if self.make_error is not None:
+                raise self.make_error()
+            return flow.split(2)
+        return flow.sequential("large")
+
+
+REFUSALS = {"raised": lambda: KeyError("no such op"), "its own": lambda: errors.BatchTooSmall("too small for me."), "nothing done": None,
+            "text": lambda: df.Plan.parse("plan of.3f2a90b1\nnonsense")}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_a_strategy_is_refused_for_is_kept_once_and_nothing_of_the_call(refusal, strict):
+    """Not what it was called with: that would be kept for every size."""
+    strategy = RefusedFor(REFUSALS[refusal])
+    fast = df.compile(torch.tanh, strategy=strategy, runtime="serial", strict=strict)
+    given, seen, causes = [], [], []
+    for n in (4, 5, 5, 6):
+        x = torch.randn(n, 3)
+        given.append(weakref.ref(x))
+        try:
+            assert_same(fast(x), torch.tanh(x))
+        except (errors.StrategyError, errors.PlanSyntaxError) as error:
+            seen.append(str(error))
+            causes.append(type(error.__cause__))
+        del x
+    gc.collect()
+    assert strategy.num_asked == 1 and [each() for each in given] == [None] * 4
+    reasons = df.stats(fast).fallbacks
+    assert (len(seen), len(set(seen)), sum(reasons.values())) == ((4, 1, 0) if strict else (0, 0, 4))
+    assert "our bug" not in str(reasons) + str(seen)
+    if strict and refusal == "raised":
+        assert causes == [KeyError, *[type(None)] * 3], "where it came from is shown with the first"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mistake_of_ours_is_said_to_be_ours(monkeypatch, strict):
+    monkeypatch.setattr("dynaflow.planning.finish_plan", lambda *_: {}["of ours"])
+    fast = df.compile(torch.tanh, strategy=df.TwoBatch(), runtime="serial", strict=strict)
+    x = torch.randn(4, 3)
+    with pytest.raises(errors.DynaFlowError, match="it is our bug") if strict else contextlib.nullcontext() as caught:
+        assert_same(fast(x), torch.tanh(x))
+    said = str(caught.value) if strict else next(iter(df.stats(fast).fallbacks))
+    assert "the graph could not be planned: KeyError: 'of ours'" in said
+    assert not strict or isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_graph_that_is_refused_is_refused_anew_each_time():
+    """One error that is raised again and again would keep the frames of every call."""
+    fast = df.compile(lambda x: x.clone().unsqueeze_(0) * 2, strategy=df.TwoBatch(), strict=True)
+    given, lengths = [], []
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        given.append(weakref.ref(x))
+        with pytest.raises(errors.DynaFlowError, match="changes the shape of a tensor in place") as caught:
+            fast(x)
+        lengths.append(len(caught.traceback))
+        del x, caught
+    gc.collect()
+    assert len(set(lengths)) == 1 and [each() for each in given] == [None] * 3

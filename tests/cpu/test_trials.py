@@ -9,7 +9,10 @@ from torch import nn
 
 import dynaflow as df
 from dynaflow import measure, region, trials
+from dynaflow.costs import Cost
 from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
+
+MIB = 2**20
 
 
 @pytest.fixture
@@ -94,6 +97,68 @@ def test_a_plan_for_near_sizes_that_would_hold_too_much_is_not_taken(times, monk
     cases = {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
     assert cases[9,].choice.plan and cases[9,].is_measured
     assert cases[10,].is_measured and " @aux" not in cases[10,].choice.plan, "it was measured, and holds no more than it may"
+
+
+class Many(nn.Module):
+    """Four branches, as long as each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x):
+        a, b, c, d = (branch(x) for branch in self.branches)
+        return (a @ b.t()) @ (c @ d.t())
+
+
+@pytest.fixture
+def allocating(times, monkeypatch):
+    """Plans with streams are faster. All kernels take the same; what the allocator holds for each is to be said, in MiB."""
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    real, found = trials.measure_costs, {"mib": lambda k: 0}
+
+    def with_held(*args):
+        return {name: Cost(10.0, 0.2, int(found["mib"](k) * MIB)) for k, name in enumerate(real(*args))}
+
+    monkeypatch.setattr(trials, "measure_costs", with_held)
+    return found
+
+
+def choices(call, *rows, **options):
+    """Per number of rows: its case, once it is chosen for."""
+    before = set(region.living)
+    fast = compiled(call, "auto", "auto", **options)
+    with torch.no_grad():
+        for n in (8, *rows):  # 8 is captured for itself
+            for _ in range(3):
+                fast(torch.randn(n, 8))
+    return {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
+
+
+@pytest.mark.parametrize("mib, most", [(0, 4), (1.9, 2)])
+def test_streams_count_what_the_allocator_keeps_for_each(allocating, mib, most):
+    """There is room for one segment beside the caller's."""
+    allocating["mib"] = lambda k: mib
+    times_us = choices(Many())[()].choice.times_us
+    assert max(int(name.split()[0]) for name in times_us if " streams" in name) == most, times_us
+
+
+def test_kernels_that_allocate_give_way_where_their_plans_hold_too_much(allocating, monkeypatch):
+    """On several streams they are all refused: then they stay on the caller's, and the others do not."""
+    allocating["mib"] = lambda k: 20 * (k % 2)
+
+    def take(self, bound):
+        return all(launch.stream == "caller" for launch in bound.plan.launches if launch.calls[0][0] in self._held_bytes)
+
+    monkeypatch.setattr(trials.Room, "take", take)
+    assert df.Plan.parse(choices(Many(), max_memory=4.0)[()].choice.plan).streams
+
+
+def test_what_the_allocator_keeps_grows_with_near_sizes(allocating):
+    """At 9 rows there is room for a second stream's; at 17 that would be more than there is room for."""
+    allocating["mib"] = lambda k: 1.9
+    cases = choices(Many(), 9, 17)
+    assert df.Plan.parse(cases[9,].choice.plan).streams and cases[17,].is_measured
 
 
 def test_other_threads_bring_other_sizes_meanwhile(times, monkeypatch):

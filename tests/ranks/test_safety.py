@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dynaflow as df
-from dynaflow import batching, bindings
+from dynaflow import batching, bindings, planning
 from dynaflow.errors import RankMismatch, RankMissing
 from dynaflow.runtime import ranks
 from tests.ranks import models
@@ -138,6 +138,17 @@ def what_gave_up_is_dropped(kept, strategy):
     return df.stats(fast).plans
 
 
+def one_has_a_bug(odd):
+    ranks.TIME_LIMIT = timedelta(seconds=10)
+    if dist.get_rank() == odd:
+        planning.finish_plan = lambda *_: {}["of ours"]
+    net, whole = nets()
+    fast = df.compile(net, strategy=df.TwoBatch())
+    for batch_size in (4, 6):
+        torch.testing.assert_close(fast(batch(batch_size)), whole(batch(batch_size)))
+    return list(df.stats(fast).fallbacks)
+
+
 def another_context():
     net, whole = nets()
     fast = df.compile(net, strategy=ByTag())
@@ -184,6 +195,13 @@ class NoStore:
 
 def test_accepts_ranks_that_agree():
     assert run(same_orders, 2) == [{}, {}]
+
+
+def test_a_rank_that_cannot_plan_for_a_mistake_of_ours_says_so():
+    """The others run sequentially, too, and do not wait for it."""
+    first, second = run(one_has_a_bug, 2, 1)
+    assert len(first) == 1 and "each rank would wait for the other" in first[0]
+    assert "KeyError: 'of ours'" in second[0] and second[1:] == first
 
 
 def test_ranks_drop_the_same_plans():

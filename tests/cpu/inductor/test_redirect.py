@@ -66,6 +66,16 @@ def test_outputs(name):
         assert all(f"if {name} is not None else empty_strided_cpu(" in new.text for name in mine)
 
 
+SHARED = {"plain": False, "half": False, "two": False, "twice": True, "input": True, "input_reused": True, "view_of_input": True,
+          "constant": True, "unknown": True, "too_few": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_that_may_be_others(name):
+    lines, own = CASES[name]
+    assert redirect(call(*lines), len(own)).shared == (SHARED[name],) * len(own)
+
+
 def test_peak_by_hand():
     # s0 = 2, n = 2*8*4 = 64 bytes: buf0 | buf0 buf1 | buf1 (in buf0's place: reuse) ...
     text = call(

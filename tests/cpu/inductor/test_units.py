@@ -201,8 +201,17 @@ def test_code_that_is_not_understood_runs_through_aot():
 
     variant = unit(fn, spec(4, 32), dynamo=True).variant({}, static=False)
     assert len(variant.own) == 1 and "unknown form" in variant.own[0]
+    assert variant.shared == (True,), "for all that is known"
     for x in (torch.ones(4, 32), -torch.ones(4, 32)):
         torch.testing.assert_close(variant.bind({})([x], [])[0], fn(x))
+
+
+def test_an_output_may_be_an_argument_behind_aots_own_function_too():
+    variant = unit(lambda x: (torch.zeros_like(x) + x, x * 2, x[1:]), spec("s0", 4)).variant({"s0": 3}, static=False)
+    x = torch.randn(3, 4)
+    results = variant.bind({"s0": 3})([x], [])
+    assert variant.own[0].startswith("AOT") and variant.shared == (True, False, True)
+    assert [result.untyped_storage().data_ptr() == x.data_ptr() for result in results] == [True, False, True]
 
 
 @pytest.mark.parametrize("sizes", [{"s0": 2.5}, {"s0": True}])

@@ -240,24 +240,50 @@ def test_two_threads(counted):
 # -- what is kept
 
 
-def test_plans_that_were_dropped_are_let_go(recorder, monkeypatch):
-    monkeypatch.setattr("dynaflow.bindings.MAX_BOUND", 2)
-    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
-    alive = weakref.WeakSet()
+@pytest.fixture
+def alive(recorder, monkeypatch):
+    """Plans that are recorded, and still there."""
+    found = weakref.WeakSet()
     plain = recorded.PlanBody.__init__
 
     def init(self, bound, *rest):
-        alive.add(bound)
+        found.add(bound)
         plain(self, bound, *rest)
 
     monkeypatch.setattr(recorded.PlanBody, "__init__", init)
-    fast = df.compile(sine, strategy=df.TwoBatch(), strict=True, runtime="graph")
+    return found
+
+
+@pytest.mark.parametrize("strategy", [df.TwoBatch(), df.Sequential()])
+def test_plans_that_were_dropped_are_let_go(alive, monkeypatch, strategy):
+    """With what is recorded for them; of the sequential plan, too."""
+    monkeypatch.setattr("dynaflow.bindings.MAX_BOUND", 2)
+    fast = df.compile(sine, strategy=strategy, strict=True, runtime="graph")
     for rows in range(2, 12):
         for _ in range(3):
             x = torch.randn(rows, 3)
             assert torch.equal(fast(x), sine(x))
     gc.collect()
-    assert 0 < len(alive) <= 4
+    assert 0 < len(alive) <= 3, "two of the graph for all sizes; Sequential's first size has one of its own"
+
+
+class TwoBatchByPhase(df.Strategy):
+    def schedule(self, flow):
+        if flow.context.batch_size >= 8 and flow.context.tags.get("phase") == "decode":
+            return flow.sequential("decoding")
+        return df.TwoBatch().schedule(flow)
+
+
+def test_what_was_planned_before_a_tag_mattered_is_let_go(alive):
+    """Calls are told apart by their tags from then on: it would not be found again."""
+    fast = df.compile(sine, strategy=TwoBatchByPhase(), strict=True, runtime="graph")
+    for rows in (4, 5, 6, 8, 4):
+        for _ in range(3):
+            x = torch.randn(rows, 3)
+            with df.context(phase="prefill"):
+                assert torch.equal(fast(x), sine(x))
+    gc.collect()
+    assert sorted(bound.batch_size for bound in alive) == [4, 8]
 
 
 def test_why_an_op_cannot_be_recorded():

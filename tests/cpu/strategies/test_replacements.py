@@ -12,7 +12,7 @@ import dynaflow as df
 from dynaflow.context import Context
 from dynaflow.functions import add_rms_norm as kernel
 from dynaflow.functions import chunked
-from dynaflow.ir import Flow, Op, Part, Value
+from dynaflow.ir import WHOLE, Flow, Op, Part, Value
 from dynaflow.planner import run_strategy
 from dynaflow.replacement import body
 from dynaflow.runtime.program import Expr, Program, Unit
@@ -110,6 +110,13 @@ def test_the_number_of_rows_is_read_where_the_batch_is_cut():
 # -- chunks
 
 
+def case(function):
+    """A program of one op of rows of four."""
+    x, y = (Value(name, ("s0", "4"), "float32", "16*s0", 0, role, name) for name, role in (("x", "input"), ("y", "output")))
+    flow = Flow("rows", (x, y), (Op("f", "compute", ("x",), ("y",)),), ("y",), ("s0",), ("s0",))
+    return Program(flow, {"f": Unit(function, ("x",), ("y",))}, {})
+
+
 def test_a_chunk_is_sent_while_the_next_is_computed():
     """The first collective ends only when the second product has begun: in turn it never would."""
     has_begun = threading.Event()
@@ -132,6 +139,19 @@ def test_an_error_in_a_collective_is_raised():
 
     with pytest.raises(ConnectionError, match="peer is gone"):
         chunked.on_thread(iter([(torch.zeros(1),)]), collective)
+
+
+def test_a_chunk_that_is_none_is_refused():
+    """It would be spread over the rows of its place."""
+    def doubled(x):
+        return (x * 2.0,)
+
+    product, first = body(case(doubled), [("f", WHOLE)]), body(case(lambda x: (x[:1],)), [("f", WHOLE)])
+    x, out = torch.randn(6, 4), torch.zeros(6, 4)
+    chunked.Chunked(product, product, 2)(x, outs=[out])
+    assert torch.equal(out, x * 4.0)
+    with pytest.raises(AssertionError, match=r"made \(1, 4\) of a chunk, not \(3, 4\)"):
+        chunked.Chunked(product, first, 2)(x, outs=[out])
 
 
 def test_gradients_are_off_on_the_thread_too():
@@ -160,6 +180,17 @@ def test_a_product_that_others_need_is_left_alone(how):
     assert bool(plan.reason) == (how != "alone")
     fast = df.compile(net, strategy=df.FusedGemm(4, 1), partition=partition)
     torch.testing.assert_close(fast(x), net(x))
+
+
+def test_in_the_reference_nothing_is_sent_beside(monkeypatch):
+    """Or a plan would be held against itself."""
+    x = torch.randn(8, 8)
+    fast = df.compile(Product("alone"), strategy=df.FusedGemm(4, 1), partition=[NETWORK], strict=True)
+    y, _ = fast(x)
+    monkeypatch.setattr(chunked, "on_thread", None)
+    assert torch.equal(df.run_serialised(fast, x)[0], y)
+    with pytest.raises(TypeError):
+        fast(x)
 
 
 def test_chunks_follow_the_context():
