@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # sets of addresses at which a case gets the outputs of other recordings, and of all its inputs that are remembered with them
 MAX_ADDRESSES, MAX_KNOWN = 8, 64
+# a forward's outputs are copied where what it saves for its backward has so many times their bytes
+MIN_SAVED = 64
 
 _NOTHING = nullcontext()
 
@@ -50,9 +52,14 @@ class Way:
         returns = self._kernels.returns
         # results that the caller gets, of a forward in training: the others are saved for its backward
         num_returned = len(returns) if region.num_returned is None else region.num_returned
-        returned = {r[0] for r in returns[:num_returned] if len(r) == 2}
+        returned, kept = ({r[0] for r in part if len(r) == 2} for part in (returns[:num_returned], returns[num_returned:]))
         saved = [n for n, name in enumerate(names) if name not in returned]
-        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved)
+        # (a copy of what is saved as well would be new to the backward in every call)
+        others = [name for name in names if name in returned]
+        is_little = sum(map(bound.nbytes, others)) * MIN_SAVED <= sum(bound.nbytes(names[n]) for n in saved)
+        copies_others = bool(saved) and is_little and not returned & kept
+        self._body = PlanBody(
+            bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved, copies_others)
         # where the plan's outputs, each as a whole, and constants are all that is returned: their numbers
         is_plain = all(len(r) == 1 or (r[1] is None and r[0] in names) for r in returns)
         self._constants = [r[0] for r in returns if len(r) == 1]

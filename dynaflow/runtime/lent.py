@@ -4,6 +4,8 @@ For each output stands one tensor over its memory, in a storage that is not the 
 tensor made anew over that storage, and has the output as long as more uses the storage than what stands there: a tensor, a view, Python's
 object for the storage. Of what is saved for a backward there are hundreds, which nobody else sees and which take on no history of their
 own: what stands for it is handed out itself, and somebody has it as long as it is referred to from elsewhere, by Python or by autograd.
+Beside all that, a loss is next to nothing, and many a loop has the last one while it asks for the next: such outputs are copied, so that
+nobody has them, and a second set of all that is saved is not needed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from sys import getrefcount
 from typing import Any, Iterable, Mapping, Sequence
 
 import torch
+from torch._prims_common import clone_preserve_strides
 
 from dynaflow.runtime.native import Native, Words, native, word_at
 
@@ -32,15 +35,16 @@ _Memory = tuple[int, torch.device, int]
 class Lent:
     """The outputs of one recording."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], saved: Sequence[int] = ()):
-        """`saved`: those that nobody but a backward gets."""
+    def __init__(self, outputs: Sequence[torch.Tensor], saved: Sequence[int] = (), is_copied: bool = False):
+        """`saved`: those that nobody but a backward gets. `is_copied`: the caller gets copies of the others."""
         self._outputs = list(outputs)
         memory = [_memory_of(output) for output in outputs]
         self._addresses = {address for address, _, _ in memory}
         _homes.add(self._addresses)
         shared = [m for n, m in enumerate(memory) if n not in saved]
         self.saved = [n for n in saved if memory[n] not in shared]
-        self._callers = [n for n in range(len(memory)) if n not in self.saved]
+        callers = [n for n in range(len(memory)) if n not in self.saved]
+        self._callers, self._copied = ([], callers) if is_copied else (callers, [])
         # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
         self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])
@@ -84,11 +88,13 @@ class Lent:
         return found
 
     def lend(self) -> list[torch.Tensor]:
-        if not self.saved:
+        if not self.saved and not self._copied:
             return [tensor.data for tensor in self._shared]
         found: list[Any] = [None] * len(self._outputs)
         for n, tensor in zip(self._callers, self._shared):
             found[n] = tensor.data
+        for n in self._copied:
+            found[n] = clone_preserve_strides(self._outputs[n])
         for n, (tensor, _, _) in zip(self.saved, self.standing):
             found[n] = tensor
         return found

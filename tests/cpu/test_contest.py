@@ -360,6 +360,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
 
     class Body:
         changed = promised = saved = ()
+        copies_others = False
         allocates = False
 
         def prepare(self): ...
@@ -394,6 +395,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
 
     class Body:
         changed = promised = saved = ()
+        copies_others = False
         allocates = False
 
         def prepare(self): ...

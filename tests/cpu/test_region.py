@@ -13,7 +13,7 @@ import dynaflow as df
 from dynaflow import region
 from dynaflow.errors import FellBack, OptionError
 from dynaflow.ongoing import serialised
-from dynaflow.runtime import lent
+from dynaflow.runtime import graphs, lent
 from dynaflow.settings import read_settings
 from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
 
@@ -113,6 +113,39 @@ def test_what_is_saved_is_handed_out_again_once_it_is_free(monkeypatch):
     assert not any(num_with_history for _, _, num_with_history in seen)
     held = [fast(x) for x in inputs]  # each has what it saved
     assert_backwards(model, held, wanted)
+
+
+class WithLoss(Branchy):
+    def forward(self, x):
+        out, y = super().forward(x)
+        return out.sum() + y.square().mean()
+
+
+@pytest.mark.parametrize("make, loss_of, num_recordings", [
+    (WithLoss, lambda loss: loss, ["backward", "kernels"]),
+    (Branchy, lambda results: results[0].sum() + results[1].square().mean(), ["backward", "backward", "kernels", "kernels"]),
+])  # fmt: skip
+def test_a_loop_that_keeps_what_it_got_last(monkeypatch, make, loss_of, num_recordings):
+    """A loss is copied. Larger results are not: those that are held need a second set of all that is saved."""
+    made, real = [], graphs.Recordings._make
+    monkeypatch.setattr(graphs.Recordings, "_make", lambda self, *args: made.append(self._name) or real(self, *args))
+    model, last, wanted = make().eval(), None, None
+    with torch._inductor.utils.fresh_cache():
+        fast = compiled(model, "graph")
+        for _ in range(9):
+            x = image()
+            model.zero_grad()
+            results = fast(x)
+            if last is not None:
+                torch.testing.assert_close(loss_of(last).detach(), wanted, rtol=1e-4, atol=1e-5)
+            last = results
+            loss_of(last).backward()
+            gradients, wanted = [p.grad.clone() for p in model.parameters()], loss_of(model(x)).detach()
+            model.zero_grad()
+            loss_of(model(x)).backward()
+            torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-5)
+            del results
+    assert sorted(name.split(".")[1].rstrip("0123456789") for name in made) == num_recordings
 
 
 def test_what_torch_has_in_its_caches_is_planned_too():

@@ -123,6 +123,7 @@ def test_random_flows_in_pieces(seed):
 
         class Body:
             changed = promised = saved = ()
+            copies_others = False
 
             def prepare(self): ...
 

@@ -201,6 +201,8 @@ class Body:
     """Adds two inputs."""
 
     changed = promised = saved = ()
+
+    copies_others = False
     allocates = has_products = False
 
     def __call__(self, given, between, outputs):

@@ -58,6 +58,8 @@ class Body:
     """One output; what it is given is not looked at."""
 
     changed = promised = saved = ()
+
+    copies_others = False
     allocates = has_products = False
 
     def __call__(self, given, between, outputs):
