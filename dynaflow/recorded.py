@@ -82,17 +82,17 @@ class PlanBody:
 
     def __init__(
         self, bound: Bound, names: Sequence[tuple[int, str]], changed: Iterable[int], device: torch.device, why: Callable[[str], str],
-        promised: Iterable[int] = (), saved: Iterable[int] = (), copies_others: bool = False,
+        promised: Iterable[int] = (), saved: Iterable[int] = (), copied: Sequence[int] = (),
     ):  # fmt: skip
         """`names`: position and value of the tensors among the arguments. `why` says of an op why it must stay between recordings.
-        `promised`: arguments that stay where they are. `saved`: outputs that nobody but a backward gets. `copies_others`: the caller gets
-        copies of the other outputs."""
+        `promised`: arguments that stay where they are. `saved`: outputs that nobody but a backward gets. `copied`: those of which the
+        caller gets copies."""
         # bodies are kept as long as their plan lives, which they must not decide
         self._names, self._device, self._bound = names, device, weakref.ref(bound)
         self.changed: Sequence[int] = sorted(changed)
         self.promised: Sequence[int] = sorted(set(promised) - set(self.changed))
         self.saved: Sequence[int] = sorted(saved)
-        self.copies_others = copies_others
+        self.copied = copied
         # launches between recordings, and why
         whys = ((number, (why(op) for op, _ in launch.calls)) for number, launch in enumerate(bound.plan.launches))
         self.reasons = {number: reason for number, reasons in whys if (reason := next(filter(None, reasons), ""))}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # sets of addresses at which a case gets the outputs of other recordings, and of all its inputs that are remembered with them
 MAX_ADDRESSES, MAX_KNOWN = 8, 64
-# a forward's outputs are copied where what it saves for its backward has so many times their bytes
+# of a forward's outputs, those are copied beside which what it saves for its backward has so many times their bytes
 MIN_SAVED = 64
 
 _NOTHING = nullcontext()
@@ -55,11 +55,8 @@ class Way:
         returned, kept = ({r[0] for r in part if len(r) == 2} for part in (returns[:num_returned], returns[num_returned:]))
         saved = [n for n, name in enumerate(names) if name not in returned]
         # (a copy of what is saved as well would be new to the backward in every call)
-        others = [name for name in names if name in returned]
-        is_little = sum(map(bound.nbytes, others)) * MIN_SAVED <= sum(bound.nbytes(names[n]) for n in saved)
-        copies_others = bool(saved) and is_little and not returned & kept
-        self._body = PlanBody(
-            bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved, copies_others)
+        little = _little([n for n, name in enumerate(names) if name in returned - kept], saved, [bound.nbytes(name) for name in names])
+        self._body = PlanBody(bound, self._kernels.inputs, self._kernels.changed, device, lambda op: "", weights, saved, little)
         # where the plan's outputs, each as a whole, and constants are all that is returned: their numbers
         is_plain = all(len(r) == 1 or (r[1] is None and r[0] in names) for r in returns)
         self._constants = [r[0] for r in returns if len(r) == 1]
@@ -158,6 +155,17 @@ class _Key:
     def __init__(self) -> None:
         # where inputs were that may move, and are bound by address
         self.addresses: dict[int, int] = {}
+
+
+def _little(outputs: Sequence[int], saved: Sequence[int], num_bytes: Sequence[int]) -> list[int]:
+    """Outputs, the smallest first, which together are little beside what is saved."""
+    found, left = [], sum(num_bytes[n] for n in saved) // MIN_SAVED
+    for n in sorted(outputs, key=lambda n: num_bytes[n]):
+        left -= num_bytes[n]
+        if left < 0:
+            break
+        found.append(n)
+    return found
 
 
 def device_of(args: Sequence[Any]) -> torch.device:

@@ -78,9 +78,9 @@ class Body(Protocol):
     # arguments that are changed in place, and those of which somebody promised that they stay where they are
     changed: Sequence[int]
     promised: Sequence[int]
-    # outputs that nobody but a backward gets, and whether the caller gets copies of the others
+    # outputs that nobody but a backward gets, and those of which the caller gets copies
     saved: Sequence[int]
-    copies_others: bool
+    copied: Sequence[int]
 
     def has_steps(self) -> bool: ...
 
@@ -277,7 +277,7 @@ class Recording:
         # what one look at a call's arguments finds
         self.look: Callable[[Sequence[Any]], int] = look_again
         self.replay = self._pieces[0] if len(self._pieces) == 1 else self._replay
-        self.lent = Lent(outputs, body.saved, body.copies_others)
+        self.lent = Lent(outputs, body.saved, body.copied)
 
     def looks(self, look: Look, slots: Slots) -> None:
         self._look, self.look = look, look.function

@@ -35,16 +35,16 @@ _Memory = tuple[int, torch.device, int]
 class Lent:
     """The outputs of one recording."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], saved: Sequence[int] = (), is_copied: bool = False):
-        """`saved`: those that nobody but a backward gets. `is_copied`: the caller gets copies of the others."""
+    def __init__(self, outputs: Sequence[torch.Tensor], saved: Sequence[int] = (), copied: Sequence[int] = ()):
+        """`saved`: those that nobody but a backward gets. `copied`: those of which the caller gets copies."""
         self._outputs = list(outputs)
         memory = [_memory_of(output) for output in outputs]
         self._addresses = {address for address, _, _ in memory}
         _homes.add(self._addresses)
         shared = [m for n, m in enumerate(memory) if n not in saved]
         self.saved = [n for n in saved if memory[n] not in shared]
-        callers = [n for n in range(len(memory)) if n not in self.saved]
-        self._callers, self._copied = ([], callers) if is_copied else (callers, [])
+        self._copied = [n for n in copied if memory.count(memory[n]) == 1]
+        self._callers = [n for n in range(len(memory)) if n not in self.saved and n not in self._copied]
         # what stands for what is saved, with its storage and the storage's handle; references that one has to which nobody else refers
         self.standing = [_over(_storage_at(*memory[n]), outputs[n]) for n in self.saved]
         self._alone = _references(self.standing[:1])

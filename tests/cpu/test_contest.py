@@ -359,8 +359,7 @@ def test_what_a_trial_writes_to_lives_as_long_as_it(monkeypatch):
             return lambda: None
 
     class Body:
-        changed = promised = saved = ()
-        copies_others = False
+        changed = promised = saved = copied = ()
         allocates = False
 
         def prepare(self): ...
@@ -394,8 +393,7 @@ def test_a_trial_takes_the_place_of_no_recording(monkeypatch):
     class Key: ...
 
     class Body:
-        changed = promised = saved = ()
-        copies_others = False
+        changed = promised = saved = copied = ()
         allocates = False
 
         def prepare(self): ...

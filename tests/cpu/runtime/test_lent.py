@@ -15,8 +15,8 @@ def lend():
     """Makes what is lent, as a recording does; and leaves it."""
     made = []
 
-    def make(outputs, saved=()):
-        made.append(lent.Lent(outputs, saved))
+    def make(outputs, saved=(), copied=()):
+        made.append(lent.Lent(outputs, saved, copied))
         return made[-1]
 
     yield make
@@ -152,3 +152,23 @@ def test_what_is_held_beside_it_is_still_held(lend, saved):
     assert not made.is_gone()
     del held
     assert made.is_gone()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nobody_has_what_is_copied(lend, shared):
+    """0 is saved, 1 is copied, unless 2, which is lent, has its memory too."""
+    outputs = [torch.randn(4), torch.randn(8)[::2], torch.randn(4)]
+    outputs[2] = outputs[1][:2] if shared else outputs[2]
+    made = lend(outputs, saved=[0], copied=[1])
+    saved, copy, other = made.lend()
+    assert torch.equal(copy, outputs[1]) and copy.stride() == outputs[1].stride()
+    del saved, other
+    assert made.is_gone() is not shared
+    outputs[1].zero_()
+    assert bool(copy.any()) is not shared
+
+
+def test_what_is_copied_alone_is_copied(lend):
+    made = lend([torch.randn(4)], copied=[0])
+    held = made.lend()
+    assert made.is_gone() and held[0].data_ptr() != made.lend()[0].data_ptr()

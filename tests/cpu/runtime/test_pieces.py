@@ -122,8 +122,7 @@ def test_random_flows_in_pieces(seed):
         inputs = case.inputs()
 
         class Body:
-            changed = promised = saved = ()
-            copies_others = False
+            changed = promised = saved = copied = ()
 
             def prepare(self): ...
 

@@ -200,9 +200,7 @@ def test_a_device_whose_functions_are_not_found_is_not_looked_at(monkeypatch):
 class Body:
     """Adds two inputs."""
 
-    changed = promised = saved = ()
-
-    copies_others = False
+    changed = promised = saved = copied = ()
     allocates = has_products = False
 
     def __call__(self, given, between, outputs):

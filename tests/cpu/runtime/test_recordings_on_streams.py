@@ -57,9 +57,7 @@ class Device:
 class Body:
     """One output; what it is given is not looked at."""
 
-    changed = promised = saved = ()
-
-    copies_others = False
+    changed = promised = saved = copied = ()
     allocates = has_products = False
 
     def __call__(self, given, between, outputs):
