@@ -7,7 +7,8 @@
     missed      a figure is there, and short of its target
 
 benchmarks.lent puts names in the place of both words (vLLM's suite: `--suites missing`), so that a row says what it was made by. What is
-looked at are the committed files. With `--only`, sections or phases that are not named do not count.
+looked at are the committed files. With `--only`, sections or phases that are not named do not count. (Suites are imported where they are
+asked for: benchmarks.ahead comes by without torch.)
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from benchmarks import store
-from benchmarks.store import Result
+if TYPE_CHECKING:
+    from benchmarks.store import Result
 
 MISSING, MISSED = "missing", "missed"
 
@@ -34,6 +36,8 @@ class Open:
 
 def _by_targets(section: str, name: str, row: Result | None, is_older: str = "") -> Iterator[Open]:
     """Of a row whose targets are its own."""
+    from benchmarks.store import shown
+
     if row is None:
         yield Open(section, name, MISSING, "not run")
         return
@@ -43,7 +47,7 @@ def _by_targets(section: str, name: str, row: Result | None, is_older: str = "")
         if t["value"] is None:
             yield Open(section, name, MISSING, t["note"] or f"{t['what']}: not measured")
         elif not t["is_met"]:
-            yield Open(section, name, MISSED, f"{t['what']}: {store.shown(t['value'])} for {store.shown(t['limit'])}")
+            yield Open(section, name, MISSED, f"{t['what']}: {shown(t['value'])} for {shown(t['limit'])}")
 
 
 def _backend(rows: Sequence[Result]) -> Iterator[Open]:
@@ -137,6 +141,8 @@ SUITES: dict[str, Callable[[Sequence[Result]], Iterator[Open]]] = {
 
 
 def find(suite: str, sections: Collection[str] = (), kinds: Collection[str] = (MISSING, MISSED)) -> list[Open]:
+    from benchmarks import store
+
     rows = store.load(store.RESULTS / f"{suite}.json")
     return [each for each in SUITES[suite](rows) if each.kind in kinds and (not sections or each.section in sections)]
 

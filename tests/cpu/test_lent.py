@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+import subprocess
+import sys
 from importlib.metadata import Distribution, distributions
 
 import pytest
@@ -93,3 +95,10 @@ def test_every_file_of_tests_is_run_once():
     groups = [*lent.side_by_side().values(), *lent.TIMED_TESTS.values(), *lent.ZOO.values()]
     files = [file for files in groups for file in files]
     assert sorted(files) == sorted(path.name for path in (lent.ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
+def test_it_is_there_without_torch():
+    """benchmarks.ahead, which shares its folders, must not load torch before CUDA on the host."""
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None; import benchmarks.ahead.__main__"],
+                          cwd=lent.ROOT, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
