@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
@@ -119,8 +119,8 @@ class CapturedGraph:
         self._whole = self.gm.forward
         try:
             self._whole = compile_captured(captured, inputs, self.settings.inductor_options, self._region if self.has_kernels else None)
-        except exceptions_allowed_to_be_fallback:
-            raise  # Dynamo breaks the graph there, and captures what is before and behind
+        except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
+            raise  # Dynamo breaks the graph there, and captures what is before and behind; or captures anew, floats as constants, say
         except Exception as error:
             if self.settings.strict:
                 raise

@@ -211,6 +211,17 @@ def test_a_compiler_that_fails(tmp_path, caplog, is_strict):
     assert "runs as it was captured: Inductor cannot compile it" in text
 
 
+def test_what_dynamo_captures_anew_is_compiled(regions, caplog):
+    """A float that may change is captured as a tensor at first; where that is of no use, Inductor asks for another capture."""
+    (mine, fast), (_, plain), _ = twins(lambda: nn.BatchNorm1d(3))
+    fast, plain = torch.compile(mine, backend="dynaflow", dynamic=True), torch.compile(plain._orig_mod, dynamic=True)
+    x = torch.randn(5, 3, 4)
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        for _ in range(3):
+            assert torch.equal(fast(x), plain(x))
+    assert not said(caplog, "runs as it was captured") and regions()
+
+
 def test_other_devices_are_left_alone(regions, caplog):
     fast = torch.compile(lambda x: x.sin() @ x, backend="dynaflow")
     with caplog.at_level(logging.INFO, "dynaflow"):
