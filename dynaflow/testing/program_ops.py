@@ -212,8 +212,8 @@ def _simple(needs: str, shape: str, flags: str, texts: list[str], s: Scope) -> A
     if v:
         d = s.rng.choice([d for d in v.other_dims if v.shape[d] != 0] or [0])
         text = re.sub(r"\b[vad]\b", lambda m: {"v": v.name, "a": str(v.axis), "d": str(d)}[m[0]], s.rng.choice(texts))
-        if s.program.is_trained and text.startswith("torch.zeros_like"):
-            text = f"-{v.name}"  # torch.compile returns the input itself, where zeros are added to it (2.13)
+        if s.program.is_trained and text.startswith(("torch.zeros_like", "F.dropout")):
+            text = f"-{v.name}"  # torch.compile returns an input itself that zeros are added to, and a copy of what loses nothing
         dtype = next((f for f in flags.split() if f[-1].isdigit()), "")
         s.new(text, _SHAPES[shape](v, d), v, exact="exact" in flags, view="view" in flags, dtype=dtype)
     return v

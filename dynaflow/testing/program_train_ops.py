@@ -87,7 +87,7 @@ def under_no_grad(s: Scope) -> Any:
 
 @op(1.2, TRAINED)
 def checkpointed(s: Scope) -> Any:
-    """A block whose values are computed anew in the backward."""
+    """A block whose values are computed anew in the backward, of what nobody changes."""
     if s.depth >= 2:
         return None
     given = list({v.name: v for v in (s.pick(lambda v: v.is_float and v.shape) for _ in range(s.rng.randint(1, 3))) if v}.values())
@@ -100,7 +100,7 @@ def checkpointed(s: Scope) -> Any:
         return None
     s.program.classes.append(inner.source(", ".join(v.name for v in given), f"{', '.join(v.name for v in made)},"))
     block = s.member(f"self.NAME = {inner.name}()")
-    names = ", ".join(v.name for v in given)
+    names = ", ".join(f"{v.name}.clone()" for v in given)
     s.line(f"{', '.join(v.name for v in made)}, = checkpoint({block}, {names}, use_reentrant=False)")
     s.env.extend(made)
     return True
