@@ -339,6 +339,7 @@ class Trained:
 # ---------------------------------------------------------------------------- 4. the oracle
 
 
+@torch.enable_grad()  # type: ignore[untyped-decorator]
 def check_training(program: Program, tally: Tally, show: bool = False) -> None:
     rng = random.Random(program.seed)
     trained = Trained.find(program, rng, tally)
