@@ -222,6 +222,30 @@ def test_what_dynamo_captures_anew_is_compiled(regions, caplog):
     assert not said(caplog, "runs as it was captured") and regions()
 
 
+def test_what_the_model_fills_needed_no_gradient_before(regions, caplog):
+    """Dynamo's fakes are changed as the graph changes them: by the end of a capture, a cache that is filled requires gradients."""
+    torch._dynamo.reset()
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def fill(cache):
+        made = (cache @ cache.t()).softmax(-1) @ cache
+        cache.copy_(made)
+        out = torch.softmax(made @ weight, 0)
+        cache.mul_(out.clamp(-1, 1))
+        return out
+
+    fast, plain, found = torch.compile(fill, backend="dynaflow"), torch.compile(fill), []
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        for call in (fast, plain, fill):
+            torch.manual_seed(3)
+            cache = torch.randn(5, 4)
+            gradient = torch.autograd.grad(call(cache).square().sum(), weight)[0]
+            found.append((gradient, cache.detach(), cache.requires_grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(found[0], found[2])
+    assert not said(caplog, "runs as it was captured") and regions()
+
+
 def test_other_devices_are_left_alone(regions, caplog):
     fast = torch.compile(lambda x: x.sin() @ x, backend="dynaflow")
     with caplog.at_level(logging.INFO, "dynaflow"):
