@@ -76,7 +76,7 @@ def capture(
         # The batch is what the call's first argument has of it. A mask that nothing ties to it here would be split, and nothing else.
         axes, symbols = {}, set()
     fixed = next(iter(constants.values())) if constants and not symbols else None
-    return graph(gm, fakes, axes, symbols, fixed, settings)
+    return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch._inductor.output_code import CompiledFxGraph
 
 from dynaflow import errors
@@ -69,8 +69,11 @@ class CapturedGraph:
     inspects = False
 
     def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], fixed: int | None, settings: Settings
-    ):
+        self, gm: fx.GraphModule, inputs: Sequence[Any], axes: Mapping[str, int], symbols: set[Any], fixed: int | None, settings: Settings,
+        examples: Sequence[Any],
+    ):  # fmt: skip
+        """`inputs`: Dynamo's fakes, which by now have what the graph does to them: what it changes may require gradients. `examples`:
+        what Dynamo gives a compiler, as they were."""
         self.gm, self.settings = gm, settings
         self._captured = (tuple(inputs), dict(axes), set(symbols))
         # the batch size, where Dynamo made it a constant
@@ -108,19 +111,19 @@ class CapturedGraph:
             self._ensure_analysed()
         is_run_whole = self.is_whole or self._needs_grad or self.refusal is not None
         if self.is_compiled and is_run_whole and not self.is_empty and not self.inspects:
-            self._compile_whole(inputs)
+            self._compile_whole(examples)
         if is_run_whole and not self.inspects:
             announce(settings.name, self.gm.graph)
         settings.count(captures=1)
 
-    def _compile_whole(self, inputs: Sequence[Any]) -> None:
+    def _compile_whole(self, examples: Sequence[Any]) -> None:
         began = time.perf_counter()
         captured, self.gm = self.gm, copy.deepcopy(self.gm)
         self._whole = self.gm.forward
         try:
-            self._whole = compile_captured(captured, inputs, self.settings.inductor_options, self._region if self.has_kernels else None)
-        except exceptions_allowed_to_be_fallback:
-            raise  # Dynamo breaks the graph there, and captures what is before and behind
+            self._whole = compile_captured(captured, examples, self.settings.inductor_options, self._region if self.has_kernels else None)
+        except (*exceptions_allowed_to_be_fallback, RestartAnalysis, SkipFrame):
+            raise  # Dynamo breaks the graph there, and captures what is before and behind; or captures anew, floats as constants, say
         except Exception as error:
             if self.settings.strict:
                 raise

@@ -1,7 +1,7 @@
 """What a random program may do: each op adds some lines of torch code to a module, or gives up.
 
 1. `Scope` writes one module: variables with their shapes, and what memory they share.
-2. The ops, registered with a weight; `steps` draws them.
+2. The ops, registered with a weight; `steps` draws them. Programs that are trained have more: `program_train_ops.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterable
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Sequence
 
 if TYPE_CHECKING:
     from dynaflow.testing.programs import Program
@@ -130,11 +130,13 @@ class Scope:
 
 Op = Callable[[Scope], Any]
 OPS: list[tuple[float, Op]] = []
+# those besides, of programs that are trained: `program_train_ops.py`
+TRAINED: list[tuple[float, Op]] = []
 
 
-def op(weight: float = 1.0) -> Callable[[Op], Op]:
+def op(weight: float = 1.0, into: list[tuple[float, Op]] = OPS) -> Callable[[Op], Op]:
     def add(function: Op) -> Op:
-        OPS.append((weight, function))
+        into.append((weight, function))
         return function
 
     return add
@@ -210,6 +212,8 @@ def _simple(needs: str, shape: str, flags: str, texts: list[str], s: Scope) -> A
     if v:
         d = s.rng.choice([d for d in v.other_dims if v.shape[d] != 0] or [0])
         text = re.sub(r"\b[vad]\b", lambda m: {"v": v.name, "a": str(v.axis), "d": str(d)}[m[0]], s.rng.choice(texts))
+        if s.program.is_trained and text.startswith(("torch.zeros_like", "F.dropout")):
+            text = f"-{v.name}"  # torch.compile returns an input itself that zeros are added to, and a copy of what loses nothing
         dtype = next((f for f in flags.split() if f[-1].isdigit()), "")
         s.new(text, _SHAPES[shape](v, d), v, exact="exact" in flags, view="view" in flags, dtype=dtype)
     return v
@@ -482,7 +486,9 @@ def cache(s: Scope) -> Any:
 
 @op()
 def state(s: Scope) -> Any:
-    """Buffers without a batch axis: counters, statistics, tables by row number."""
+    """Buffers without a batch axis: counters, statistics, tables by row number. (Those of training are not read.)"""
+    if s.program.is_trained:
+        return None
     like = s.pick(lambda v: v.dtype == "float32" and v.shape)
     v = s.pick(lambda v: v.dtype == "float32" and v.shape == ("1B", D))
     kind = s.rng.choice(["counter", "chain", "mean", "table"] if v else ["counter", "chain"])
@@ -544,9 +550,10 @@ def broken(s: Scope) -> Any:
         return True
 
 
-def steps(s: Scope, number: int) -> None:
-    """`number` ops that found something to work on."""
-    functions, weights = [f for _, f in OPS], [w for w, _ in OPS]
+def steps(s: Scope, number: int, ops: Sequence[tuple[float, Op]] = ()) -> None:
+    """`number` ops that found something to work on. `ops`: of these; by default of all."""
+    ops = ops or OPS + TRAINED * s.program.is_trained
+    functions, weights = [f for _, f in ops], [w for w, _ in ops]
     for _ in range(8 * number):
         if number <= 0:
             return

@@ -211,6 +211,41 @@ def test_a_compiler_that_fails(tmp_path, caplog, is_strict):
     assert "runs as it was captured: Inductor cannot compile it" in text
 
 
+def test_what_dynamo_captures_anew_is_compiled(regions, caplog):
+    """A float that may change is captured as a tensor at first; where that is of no use, Inductor asks for another capture."""
+    (mine, fast), (_, plain), _ = twins(lambda: nn.BatchNorm1d(3))
+    fast, plain = torch.compile(mine, backend="dynaflow", dynamic=True), torch.compile(plain._orig_mod, dynamic=True)
+    x = torch.randn(5, 3, 4)
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        for _ in range(3):
+            assert torch.equal(fast(x), plain(x))
+    assert not said(caplog, "runs as it was captured") and regions()
+
+
+def test_what_the_model_fills_needed_no_gradient_before(regions, caplog):
+    """Dynamo's fakes are changed as the graph changes them: by the end of a capture, a cache that is filled requires gradients."""
+    torch._dynamo.reset()
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def fill(cache):
+        made = (cache @ cache.t()).softmax(-1) @ cache
+        cache.copy_(made)
+        out = torch.softmax(made @ weight, 0)
+        cache.mul_(out.clamp(-1, 1))
+        return out
+
+    fast, plain, found = torch.compile(fill, backend="dynaflow"), torch.compile(fill), []
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        for call in (fast, plain, fill):
+            torch.manual_seed(3)
+            cache = torch.randn(5, 4)
+            gradient = torch.autograd.grad(call(cache).square().sum(), weight)[0]
+            found.append((gradient, cache.detach(), cache.requires_grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(found[0], found[2])
+    assert not said(caplog, "runs as it was captured") and regions()
+
+
 def test_other_devices_are_left_alone(regions, caplog):
     fast = torch.compile(lambda x: x.sin() @ x, backend="dynaflow")
     with caplog.at_level(logging.INFO, "dynaflow"):

@@ -7,8 +7,9 @@ import torch
 
 from dynaflow import batching
 from dynaflow.sources import Sources
-from dynaflow.testing import programs
-from dynaflow.testing.programs import check_many, is_valid, random_program
+from dynaflow.testing import program_oracle, programs
+from dynaflow.testing.program_oracle import is_valid
+from dynaflow.testing.programs import check_many, random_program
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,6 @@ def test_the_command_prints_a_summary_and_fails_on_a_violation(monkeypatch, caps
     assert programs.main(["--programs", "1", "--show"]) == 0
     printed = capsys.readouterr().out
     assert "0 violations" in printed and "class Model" in printed and "ran split" in printed
-    monkeypatch.setattr(programs, "difference", lambda *args: "all of it")
+    monkeypatch.setattr(program_oracle, "difference", lambda *args: "all of it")
     assert programs.main(["--programs", "1"]) == 1
     assert "VIOLATION program 0" in capsys.readouterr().out
