@@ -22,6 +22,7 @@ from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
+from dynaflow import collector
 from dynaflow.engine import CapturedGraph
 from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
@@ -59,6 +60,7 @@ def capture(
         # Dynamo writes the code that calls the graph behind its backend. Its own record of the time would take microseconds of every call.
         _listen()
         _set_until_captured(torch._dynamo.config, "record_runtime_overhead", False)
+        _undo.append(collector.hold())
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
@@ -130,6 +132,7 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
+    _undo.append(collector.hold())
     wanted: list[tuple[Any, str, bool]] = []
     if call.cuts_batch():
         call.mark()

@@ -37,6 +37,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 from torch.utils._sympy.printers import PythonPrinter
 
+from dynaflow import collector
 from dynaflow.inductor import kept
 from dynaflow.inductor.redirect import Redirected, redirect
 from dynaflow.inductor.source import find_call
@@ -158,7 +159,7 @@ def _compile(
     # 2. compile
     with ExitStack() as stack:
         for entered in (
-            torch.inference_mode(False), torch.no_grad(), tracing(context),
+            collector.let_go(), torch.inference_mode(False), torch.no_grad(), tracing(context),
             fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             functorch_config.patch(enable_autograd_cache=False),  # type: ignore[attr-defined]
             inductor_config.patch(_INDUCTOR),
