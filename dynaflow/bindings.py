@@ -14,7 +14,7 @@ import logging
 from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
-from dynaflow import errors
+from dynaflow import collector, errors
 from dynaflow.boundary import Boundary
 from dynaflow.contest import LATER, Outcome, is_measuring
 from dynaflow.context import ALL, APART
@@ -126,10 +126,12 @@ class Bindings:
             if bound is None:
                 planned = None
                 try:
-                    facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
-                    planned = self._plan(facts, numbers)
-                    planned.raise_error()
-                    bound = self._bind(sizes, tags, self._bounds(planned, facts, numbers), planned, measure)
+                    with collector.held():
+                        facts, numbers = self._facts(sizes, tags, args), self._boundary.numbers(sizes)
+                        planned = self._plan(facts, numbers)
+                        planned.raise_error()
+                        bounds = self._bounds(planned, facts, numbers)
+                    bound = self._bind(sizes, tags, bounds, planned, measure)
                 except errors.DynaFlowError as error:
                     # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one
                     if self.settings.strict or isinstance(error, errors.RankMissing):

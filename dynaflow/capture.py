@@ -18,13 +18,14 @@ import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import TorchRuntimeError
-from torch._subclasses import fake_impls
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
+from dynaflow import collector
 from dynaflow.engine import CapturedGraph
 from dynaflow.entry import Entry, entry_of
 from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
+from dynaflow.fakes import for_all_batch_sizes
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
 from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings, summed
@@ -59,6 +60,7 @@ def capture(
         # Dynamo writes the code that calls the graph behind its backend. Its own record of the time would take microseconds of every call.
         _listen()
         _set_until_captured(torch._dynamo.config, "record_runtime_overhead", False)
+        _undo.append(collector.hold())
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
@@ -104,24 +106,6 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_parameters_" in node.name or "_buffers_" in node.name
 
 
-def _quiet(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake convolution, kept from asking which CPU library it will be: NNPACK wants 16 rows, which would cut captures in two."""
-
-    @functools.wraps(original)
-    def quiet(*args: Any, **kwargs: Any) -> Any:
-        before = torch._C._get_nnpack_enabled(), torch._C._get_mkldnn_enabled()
-        torch._C._set_nnpack_enabled(False)
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            torch._C._set_nnpack_enabled(before[0])
-            torch._C._set_mkldnn_enabled(before[1])
-
-    return quiet
-
-
-_CONVOLUTION = torch.ops.aten.convolution.default
 _undo: list[Callable[[], None]] = []
 
 
@@ -130,13 +114,12 @@ def _before_capture(_: Any) -> None:
     call = ongoing.get()
     if call is None:
         return
+    _undo.append(collector.hold())
     wanted: list[tuple[Any, str, bool]] = []
     if call.cuts_batch():
         call.mark()
         _undo.append(call.unmark)
-        original = fake_impls.op_implementations_dict[_CONVOLUTION]
-        fake_impls.op_implementations_dict[_CONVOLUTION] = _quiet(original)
-        _undo.append(functools.partial(fake_impls.op_implementations_dict.__setitem__, _CONVOLUTION, original))
+        _undo.extend(for_all_batch_sizes())
         wanted += [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
     if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
         wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))

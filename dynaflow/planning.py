@@ -106,8 +106,9 @@ class Planning:
         program = replace(self.program, functions=functions, flow=flow)
         can_fuse = self._can_fuse if self.compiler is not None else None
         finished = finish_plan(flow, plan, can_fuse)
-        loose = self._allocated_by_units(finished, program, sizes)
-        return Binder(finish_plan(flow, plan, can_fuse, loose) if loose else finished, program)
+        binder = Binder(finished, program)
+        loose = self._allocated_by_units(binder, sizes)
+        return Binder(finish_plan(flow, plan, can_fuse, loose), program, like=binder) if loose else binder
 
     def _can_fuse(self, op: Op) -> bool:
         assert self.compiler is not None
@@ -115,14 +116,15 @@ class Planning:
         is_between = self.settings.runtime == "graph" and bool(why_between(op, self.built, self.device))
         return self.compiler.can_fuse(op.name) and not is_between and self.program.units[op.name].into is None
 
-    def _allocated_by_units(self, plan: Plan, program: Program, sizes: Mapping[str, Any]) -> frozenset[str]:
+    def _allocated_by_units(self, binder: Binder, sizes: Mapping[str, Any]) -> frozenset[str]:
         if self.settings.runtime.startswith("fake"):
             return frozenset()  # poisoned memory shows more
-        candidates = can_be_loose(self.flow, plan) & frozenset().union(*(unit.fresh for unit in program.units.values()))
+        made = frozenset().union(*(unit.fresh for unit in self.program.units.values()))
+        candidates = can_be_loose(self.flow, binder.plan) & made
         if not candidates:
             return frozenset()
         try:
-            bound = Binder(plan, program).bind(sizes)
+            bound = binder.bind(sizes)
         except errors.BatchTooSmall:
             return frozenset()
         copied = {bound.views[out.view].value for call in bound.calls for out in call.outs if out.how == COPIED and out.scratch is None}

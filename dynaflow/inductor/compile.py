@@ -37,6 +37,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, constrain_range
 from torch.utils._sympy.printers import PythonPrinter
 
+from dynaflow import collector
 from dynaflow.inductor import kept
 from dynaflow.inductor.redirect import Redirected, redirect
 from dynaflow.inductor.source import find_call
@@ -123,12 +124,9 @@ def _from_disk(
 ) -> Compiled | None:
     """None where what was kept cannot be loaded: it is made anew."""
     try:
-        module = kept.module(found, kept_at)
-        redirected = redirect(found.source, len(found.strides))
-        call, path = _in_place(redirected, module, autocast)
-        strides = tuple(None if s is None else tuple(s) for s in found.strides)
-        compiled = Compiled(call, redirected.own, redirected.text, path, numbers if static else None, tuple(found.symbols),
-                            tuple(found.guards), strides, tuple(found.aligned), redirected, _itemsize(shape))  # fmt: skip
+        module, redirected = kept.module(found, kept_at), found.redirected
+        compiled = Compiled(_uncast(module.call, autocast), redirected.own, redirected.text, module.__file__, numbers if static else None,
+                            found.symbols, found.guards, found.strides, found.aligned, redirected, _itemsize(shape))  # fmt: skip
     except Exception as error:  # noqa: BLE001 (a cache that was cut short, or another version's)
         log.info("a unit that was kept on disk cannot be loaded: %s: %s", type(error).__name__, error)
         return None
@@ -158,7 +156,7 @@ def _compile(
     # 2. compile
     with ExitStack() as stack:
         for entered in (
-            torch.inference_mode(False), torch.no_grad(), tracing(context),
+            collector.let_go(), torch.inference_mode(False), torch.no_grad(), tracing(context),
             fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             functorch_config.patch(enable_autograd_cache=False),  # type: ignore[attr-defined]
             inductor_config.patch(_INDUCTOR),
@@ -176,6 +174,7 @@ def _compile(
     if inductor is not None:
         wrapped = _why_wrapped(context.fw_metadata, num_outputs)
     names, guards, strides = tuple(map(str, symbols)), _guards(env, symbols), _strides(inductor, num_outputs)
+    aligned = tuple(inductor.inputs_to_check) if inductor is not None else ()
     call: Boxed = lambda args: aot(*args)  # type: ignore[operator]  # noqa: E731
     redirected, path = Redirected("", wrapped, (True,) * num_outputs), ""
     if inductor is not None:
@@ -184,17 +183,17 @@ def _compile(
             redirected, path = Redirected(inductor.source_code, wrapped, redirected.shared, redirected.wrapper), module.__file__ or ""
         elif redirected.replaced or redirected.wrapper is not None:
             call, path = _in_place(redirected, module, autocast)
-            kept.save(kept_at, inductor, names, guards, strides)
+            kept.save(kept_at, inductor, kept.Kept(redirected, names, guards, strides, aligned))
     return Compiled(
-        call, redirected.own, redirected.text, path, numbers if static else None, names, guards, strides,
-        tuple(inductor.inputs_to_check) if inductor is not None else (), redirected, _itemsize(shape),
+        call, redirected.own, redirected.text, path, numbers if static else None, names, guards, strides, aligned, redirected,
+        _itemsize(shape),
     )  # fmt: skip
 
 
 def _in_place(redirected: Redirected, module: types.ModuleType, autocast: Autocast) -> tuple[Boxed, str]:
     """Inductor's own function, its results where they are told to be; and where its text is."""
     call, path = _load(redirected.text, module) if redirected.replaced else (module.call, module.__file__ or "")
-    return (_without_autocast(call) if any(on for _, on, _ in autocast) else call), path
+    return _uncast(call, autocast), path
 
 
 # -- 1. example inputs
@@ -292,8 +291,10 @@ def _load(text: str, module: types.ModuleType) -> tuple[Boxed, str]:
     return (types.MethodType(scope["call"], getattr(module, "runner", None)) if is_method else scope["call"]), path
 
 
-def _without_autocast(call: Boxed) -> Boxed:
+def _uncast(call: Boxed, autocast: Autocast) -> Boxed:
     """Casts are in the graph already; extern kernels must not cast again."""
+    if not any(on for _, on, _ in autocast):
+        return call
 
     def run(args: list[Any]) -> Sequence[Any]:
         with torch._C._DisableAutocast():

@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from dynaflow import disk
+from dynaflow import collector, disk
 from dynaflow.inductor.structure import NotCompiled, Spec
 from dynaflow.inductor.units import ALIGNMENT, CompiledUnit
 from dynaflow.ir import Flow, is_state
@@ -143,7 +143,7 @@ def compile_captured(
     examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        with wrapped_by(wrap):
+        with wrapped_by(wrap), collector.let_go():
             return compile_fx_inner(*args, **kwargs)
 
     with wrapped_by(wrap):

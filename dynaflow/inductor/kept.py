@@ -1,9 +1,9 @@
 """Compiled units on disk: another process finds what Inductor made of a unit without tracing it again.
 
-What is kept is Inductor's text, and what it said about sizes and strides; and its Triton kernels in a bundle, as Inductor's own cache keeps
-them, which is faster than to find them one by one. The key is all that the text depends on: the unit's structure, the sizes it was compiled
-for, settings, versions, the device. Units that call what is neither torch's nor Python's own (a user's function, a custom op whose shapes
-the next version may change) are not kept.
+What is kept is Inductor's text, redirected, and what it said about sizes and strides, so that nothing is left to do but load it; and its
+Triton kernels in a bundle, as Inductor's own cache keeps them, which is faster than to find them one by one. The key is all that the text
+depends on: the unit's structure, the sizes it was compiled for, settings, versions, the device. Units that call what is neither torch's
+nor Python's own (a user's function, a custom op whose shapes the next version may change) are not kept.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import pickle
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -27,13 +26,14 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.triton_bundler import TritonBundler
 
 from dynaflow import disk
+from dynaflow.inductor.redirect import Redirected
 from dynaflow.inductor.structure import Same, Spec, Structure
 from dynaflow.runtime.program import Expr
 
 log = logging.getLogger("dynaflow")
 
 # of the files, and of what is done before and after Inductor
-FORMAT = 1
+FORMAT = 2
 _OWN_MODULES = ("torch", "operator", "_operator", "math", "builtins")
 _OWN_OPS = ("aten", "prims", "prim", "dynaflow", "_c10d_functional")
 _PASSES = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass", "joint_custom_post_pass",
@@ -48,16 +48,16 @@ class _NotKept(Exception):
 class Kept:
     """What Inductor made of a unit."""
 
-    source: str
-    symbols: list[str]
-    guards: list[str]
+    redirected: Redirected
+    symbols: tuple[str, ...]
+    guards: tuple[str, ...]
     # per output, None where nothing is known
-    strides: list[list[str] | None]
-    aligned: list[int]
+    strides: tuple[tuple[str, ...] | None, ...]
+    aligned: tuple[int, ...]
 
 
 def module(found: Kept, path: Path) -> Any:
-    """The text, loaded."""
+    """The text, loaded: its `call` puts results where it is told."""
     try:
         bundle = _bundle_of(path).read_bytes()
         TritonBundler.read_and_emit(pickle.loads(bundle))
@@ -65,7 +65,7 @@ def module(found: Kept, path: Path) -> Any:
         pass  # there are no such kernels
     except Exception as error:  # noqa: BLE001 (whatever another version left there; kernels are then found one by one)
         log.info("kernels that were kept on disk cannot be used: %s: %s", type(error).__name__, error)
-    return PyCodeCache.load(found.source)
+    return PyCodeCache.load(found.redirected.text)
 
 
 def path_of(shape: Structure, state: tuple[Any, ...], numbers: tuple[int, ...], static: bool) -> Path | None:
@@ -78,32 +78,32 @@ def path_of(shape: Structure, state: tuple[Any, ...], numbers: tuple[int, ...], 
     except _NotKept as reason:
         log.debug("a unit is not kept on disk: %s", reason)
         return None
-    return Path(cache_dir()) / "dynaflow" / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
+    return Path(cache_dir()) / "dynaflow" / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.unit"
 
 
 def load(path: Path | None) -> Kept | None:
-    text = disk.load(path) if path is not None else None
-    if text is None:
+    if path is None:
         return None
     try:
-        return Kept(**json.loads(text))
-    except (ValueError, TypeError) as error:  # cut short, or another version's
-        log.info("%s is of no use: %s", path, error)
+        found = pickle.loads(path.read_bytes())
+    except FileNotFoundError:
         return None
+    except Exception as error:  # noqa: BLE001 (cut short, or another version's)
+        log.info("%s is of no use: %s: %s", path, type(error).__name__, error)
+        return None
+    return found if isinstance(found, Kept) else None
 
 
-def save(path: Path | None, inductor: CompiledFxGraph, symbols: Any, guards: Any, strides: Any) -> None:
+def save(path: Path | None, inductor: CompiledFxGraph, found: Kept) -> None:
     if path is None or inductor.constants or getattr(inductor, "torchbind_constants", None):
         return
-    kept = Kept(inductor.source_code, list(symbols), list(guards), [s if s is None else list(s) for s in strides],
-                list(inductor.inputs_to_check))  # fmt: skip
     bundle = getattr(inductor, "_triton_bundle", None)
     if bundle is not None and bundle.kernel_artifacts:
         try:
             disk.save(_bundle_of(path), pickle.dumps(bundle))
         except Exception as error:  # noqa: BLE001 (kernels that cannot be pickled are found one by one)
             log.info("kernels are not kept in a bundle: %s: %s", type(error).__name__, error)
-    disk.save(path, json.dumps(asdict(kept)))
+    disk.save(path, pickle.dumps(found))
 
 
 def _bundle_of(path: Path) -> Path:

@@ -80,7 +80,8 @@ class _Work(NamedTuple):
 
 
 class Binder:
-    def __init__(self, plan: Plan, program: Program):
+    def __init__(self, plan: Plan, program: Program, like: Binder | None = None):
+        """`like`: of a plan with the same launches, whose fused units it takes over, with all that was compiled of them."""
         self.plan, self.program = plan, program
         flow = self.flow = program.flow
         self._index: dict[View, int] = {}
@@ -90,7 +91,7 @@ class Binder:
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
         self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
         self.loose = frozenset(plan.loose)
-        self._units: dict[tuple[str, ...], Unit] = {}
+        self._units: dict[tuple[str, ...], Unit] = {} if like is None else like._units
         # 1. launches
         self._steps: list[tuple[int, int, Any]] = []
         works: list[_Work] = []

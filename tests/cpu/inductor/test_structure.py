@@ -1,6 +1,7 @@
 """Equal units compile once, and units that differ anywhere do not share."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch._inductor.triton_bundler import TritonBundle
 from torch.nn import functional as F
 
 from dynaflow.inductor import CompiledUnit, Spec, kept, units
+from dynaflow.inductor.redirect import Redirected
 from dynaflow.runtime.program import Expr
 from tests.cpu.inductor.units import CPU, W, X, captured, spec, unit
 
@@ -155,7 +157,7 @@ def test_another_process_finds_it_on_disk(tmp_path):
     assert run() == ["1", "2"]
     assert run() == ["0", "1"]  # the layer is found, the new one is not
     for path in (tmp_path / "dynaflow").iterdir():
-        path.write_text(path.read_text()[:40])  # a disk that was full
+        path.write_bytes(path.read_bytes()[:40])  # a disk that was full
     assert run() == ["1", "2"]
 
 
@@ -196,14 +198,18 @@ def test_a_unit_that_makes_its_tensors_itself_is_of_its_machine(monkeypatch):
     assert mine is not None and kept.path_of(unit.structure, (), (), True) != mine
 
 
+def kept_text(text, guards=(), **more):
+    return kept.Kept(Redirected(text, ("not in place",), **more), ("s0",), guards, (None,), ())
+
+
 @pytest.mark.parametrize("text", [
-    b"\xff\xfe", b"{", b"[]", b'{"source": "x = 1", "symbols": [], "guards": [], "strides": null, "aligned": []}',
-    b'{"source": "x = 1", "symbols": ["s0"], "guards": ["s0 < 2"], "strides": [null], "aligned": []}',
+    b"\xff\xfe", b"", pickle.dumps([]), pickle.dumps(kept_text("x = 1"))[:-9], pickle.dumps(kept_text("x = 1")),
+    pickle.dumps(kept_text("raise ValueError")), pickle.dumps(kept_text("call = print", guards=("s0 < 2",))),
 ])  # fmt: skip
 @has_compiler
 @pytest.mark.xdist_group("inductor")
 def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch, text):
-    path = tmp_path / "unit.json"
+    path = tmp_path / "unit.unit"
     path.write_bytes(text)
     monkeypatch.setattr(kept, "path_of", lambda *_: path)
     layer(1).variant({"s0": 4}, static=False)
@@ -211,9 +217,9 @@ def test_a_damaged_file_is_made_anew(tmp_path, monkeypatch, text):
 
 
 def test_kernels_are_kept_in_a_bundle(tmp_path, monkeypatch, caplog):
-    inductor = SimpleNamespace(source_code="x = 1", inputs_to_check=[0], constants=None, _triton_bundle=TritonBundle(["kernel"], []))
-    path, read = tmp_path / "unit.json", []
-    kept.save(path, inductor, (), (), (None,))
+    inductor = SimpleNamespace(constants=None, _triton_bundle=TritonBundle(["kernel"], []))
+    path, read = tmp_path / "unit.unit", []
+    kept.save(path, inductor, kept_text("x = 1"))
     monkeypatch.setattr(kept.TritonBundler, "read_and_emit", read.append)
     assert kept.module(kept.load(path), path).x == 1 and read == [TritonBundle(["kernel"], [])]
     (tmp_path / "unit.kernels").write_bytes(b"cut short")
