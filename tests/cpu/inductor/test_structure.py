@@ -199,7 +199,7 @@ def test_a_unit_that_makes_its_tensors_itself_is_of_its_machine(monkeypatch):
 
 
 def kept_text(text, guards=(), **more):
-    return kept.Kept(Redirected(text, ("not in place",), **more), ("s0",), guards, (None,), ())
+    return kept.Kept(Redirected(text, ("not in place",), (False,), **more), ("s0",), guards, (None,), ())
 
 
 @pytest.mark.parametrize("text", [
