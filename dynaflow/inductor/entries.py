@@ -124,23 +124,22 @@ def _copies_always(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def compile_captured(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], wrap: Wrap | None = None
+    gm: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any], wrap: Wrap | None = None
 ) -> Callable[..., Any]:
-    """What torch.compile would make of the graph, gradients included. To be called while Dynamo captures: its guards then cover
-    what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to be Dynamo's (which parameters stay
-    where they are, for one). Raises NotCompiled where torch.compile's code would fail as it runs: on inputs without an address.
+    """What torch.compile would make of the graph, gradients included, from the inputs that Dynamo gives a compiler. To be called while
+    Dynamo captures: its guards then cover what Inductor assumes of sizes. The graph is used up; a copy would not do, it is not known to
+    be Dynamo's (which parameters stay where they are, for one). Raises NotCompiled where torch.compile's code would fail as it runs: on
+    inputs without an address.
 
     `options`: of Inductor's configuration. `wrap` gets every graph that Inductor compiles for it or finds in its cache, now or (a
     backward) later, and what it returns is called in the place of Inductor's own callable.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
+    for node in gm.graph.nodes:
         example = getattr(node.meta.get("grapharg"), "example", None)
         if isinstance(example, torch.Tensor) and example.is_mkldnn:
             raise NotCompiled(f"{node.name} is an mkldnn tensor, which has no address")
-    examples = [_number(node, example) for node, example in zip(placeholders, inputs)]
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         with wrapped_by(wrap), collector.let_go():
@@ -190,9 +189,3 @@ def num_returned(graph: CompiledFxGraph, digest: str) -> int | None:
 
 _plain_post_compile = CompiledFxGraph.post_compile
 CompiledFxGraph.post_compile = _post_compile  # type: ignore[method-assign]
-
-
-def _number(node: fx.Node, example: Any) -> Any:
-    """Dynamo passes a Python float as a tensor, whose fake cannot be read; AOT knows the symbol behind the tensor itself."""
-    arg = node.meta.get("grapharg")
-    return arg.example if arg is not None and getattr(arg, "pass_arg_as_tensor", False) else example
