@@ -23,6 +23,7 @@ import torch
 from torch._prims_common import clone_preserve_strides
 
 from dynaflow import disk
+from dynaflow.errors import RankMissing
 from dynaflow.inductor.units import ambient
 from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
 from dynaflow.runtime.lanes import is_profiling
@@ -111,7 +112,11 @@ def contest(
                 return None
             ways = [_again(run, before) for run, _ in made]
             *mine, other = compare(ways, clock_for(graph.device), NUM_TOGETHER if is_shared else None)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        if is_shared:  # the others wait in a collective of a plan that this rank does not run to its end
+            raise RankMissing(
+                f"this rank has no memory left to measure plans of '{graph.flow.name}' with the others.", why="they are in the midst of it",
+                fix="end all ranks; leave memory for plans, or use never_slower=False on all") from error  # fmt: skip
         _say_no_room(graph)
         return None
     found = {"wins": [is_faster(us, other) for us in mine], "us": [statistics.median(us) for us in (*mine, other)]}

@@ -226,10 +226,7 @@ class Case:
             if self.choice is None:
                 self.choice = self._of_near_sizes(args)
             if self.choice is None:
-                self.choice = Trials(region, made, args).choose()
-                self.is_measured = True
-                if device.type == "cuda" or not self.choice.untried:  # on the CPU that is soon found out, and may be others' fault
-                    disk.save(self._path(args), self.choice.dump())
+                self._measure(made, args)
         else:
             plan = self._asked(args)
             if plan.reason and not isinstance(settings.strategy, Sequential):
@@ -245,6 +242,16 @@ class Case:
         else:
             self._way = region.plain
         log.log(self._level, "%s: %d kernels run under %s", region.name, len(made.flow.ops), self.choice)
+
+    def _measure(self, made: Kernels, args: Sequence[Any]) -> None:
+        try:
+            self.choice = Trials(self.region, made, args).choose()
+        except torch.OutOfMemoryError:  # at other sizes, or in another process, there may be some
+            self.choice = Choice("", {}, {}, untried="no memory is left to measure plans in")
+            return
+        self.is_measured = True
+        if device_of(args).type == "cuda" or not self.choice.untried:  # on the CPU that is soon found out, and may be others' fault
+            disk.save(self._path(args), self.choice.dump())
 
     @property
     def _level(self) -> int:

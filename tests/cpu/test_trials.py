@@ -265,6 +265,31 @@ def test_calls_that_take_long_are_not_repeated(times, monkeypatch, tmp_path, lim
     assert len(list(tmp_path.glob("choices/*.json"))) == (not reason), "what was not tried may be tried by the next process"
 
 
+def test_without_memory_to_measure_in_inductor_stays(times, monkeypatch, caplog, tmp_path):
+    """On a device that is full, copies of what a call changes may be too much. Another size may fit, and the next process may try."""
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    real, before, seen = trials.Trials.choose, set(region.living), []
+
+    def choose(self):
+        seen.append(self)
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self)
+
+    monkeypatch.setattr(trials.Trials, "choose", choose)
+    model = Towers()
+    fast = compiled(model, "auto", "auto")
+    with caplog.at_level(logging.INFO, "dynaflow"), torch.no_grad():
+        for rows in (8, 9):
+            for _ in range(3):
+                x = torch.randn(rows, 8)
+                torch.testing.assert_close(fast(x), model(x))
+    full, fitting = sorted((c for r in set(region.living) - before for c in r.cases.values()), key=lambda case: case.numbers)
+    assert "no memory is left to measure plans in" in full.choice.untried and not full.choice.plan and not full.is_measured
+    assert fitting.choice.plan and fitting.is_measured, "what did not fit says nothing of other sizes"
+    assert len(list(tmp_path.glob("choices/*.json"))) == 1 and not any(r.exc_info for r in caplog.records)
+
+
 def test_as_many_plans_as_there_is_time_for(times, monkeypatch):
     tried = []
     times["us"] = lambda n: tried.append(n) or [100.0] * n

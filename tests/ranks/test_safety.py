@@ -535,6 +535,34 @@ def test_ranks_that_would_not_measure_together_do_not_measure(how, num_fallbacks
     assert run(not_in_step, 2, how) == [num_fallbacks] * 2
 
 
+def runs_out_of_memory(how):
+    """Rank 0 does, in the midst of what all ranks measure. What it ran next, the other would take for a trial's."""
+    from dynaflow import contest
+    from dynaflow.engine import CapturedGraph
+
+    net, whole = nets()
+    fast = df.compile(net, strategy=df.TwoBatch(), never_slower=True)
+    contest.is_faster = lambda mine, other: True
+    if how == "no memory" and dist.get_rank() == 0:
+        CapturedGraph.repeatable = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory."))
+    try:
+        torch.testing.assert_close(fast(batch(6)), whole(batch(6)))
+    except (RankMissing, RuntimeError) as error:
+        told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    else:
+        told = "right"
+    if how == "no memory" and dist.get_rank() == 0:
+        os._exit(3 if "RankMissing: this rank has no memory left to measure plans" in told else 4)
+    return told
+
+
+def test_a_rank_without_memory_to_measure_in_says_so_and_no_rank_gets_wrong_numbers():
+    first, second = start(runs_out_of_memory, 2, "no memory", time_limit_s=60)
+    assert first.exitcode == 3 and second.exitcode == 0, (first, second)
+    assert second.value.startswith("RuntimeError"), second
+    assert run(runs_out_of_memory, 2, "enough") == ["right"] * 2
+
+
 def one_would_measure(strategy, strict):
     """Per rank: why it runs sequentially."""
     net, whole = nets()
