@@ -15,6 +15,7 @@ from dynaflow.runtime import feeds, graphs, native, ready, slots
 from dynaflow.runtime.lent import Lent
 from dynaflow.runtime.ready import FED, NOT_READY, READY
 from tests.cpu.runtime.machine import Machine
+from tests.cpu.runtime.recorder import Body
 
 DEVICE, STREAM = 3, 0x7F00
 
@@ -195,25 +196,6 @@ def test_a_device_whose_functions_are_not_found_is_not_looked_at(monkeypatch):
 
 
 # -- through recordings
-
-
-class Body:
-    """Adds two inputs."""
-
-    changed = promised = saved = copied = ()
-    allocates = has_products = False
-
-    def __call__(self, given, between, outputs):
-        return outputs
-
-    def prepare(self):
-        pass
-
-    def make_outputs(self):
-        return [torch.empty(4)]
-
-    def has_steps(self):
-        return False
 
 
 class Recordings(graphs.Recordings):

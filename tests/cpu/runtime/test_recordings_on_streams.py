@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dynaflow.runtime import cuda, graphs, native, turns
+from tests.cpu.runtime.recorder import Body
 
 
 class Stream:
@@ -52,25 +53,6 @@ class Device:
         made = native.Stream(*functions, device.index, ctypes.addressof(last))
         made.kept = last
         return made
-
-
-class Body:
-    """One output; what it is given is not looked at."""
-
-    changed = promised = saved = copied = ()
-    allocates = has_products = False
-
-    def __call__(self, given, between, outputs):
-        return outputs
-
-    def prepare(self):
-        pass
-
-    def make_outputs(self):
-        return [torch.zeros(4)]
-
-    def has_steps(self):
-        return False
 
 
 class Key:
