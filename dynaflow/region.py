@@ -44,11 +44,12 @@ from dynaflow.ongoing import is_serialised
 from dynaflow.planned import finish_plan
 from dynaflow.planner import run_strategy
 from dynaflow.recorded import touches_host, why_unrecordable
+from dynaflow.room import MAX_MEMORY, SPARE_BYTES, room_for
 from dynaflow.runtime import cuda
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Settings
 from dynaflow.strategies import Auto, Sequential
-from dynaflow.trials import MAX_MEMORY, SPARE_BYTES, Choice, Room, Trials, in_order
+from dynaflow.trials import Choice, Trials, in_order
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, are_aligned, device_of, is_capturing, on
 
@@ -59,7 +60,7 @@ MAX_CASES = 16
 # sizes that differ by less than this factor run as was found best for the first of them
 NEAR = 2.0
 # what a choice on disk was made by: another number where memory is counted otherwise
-COUNTED = 4
+COUNTED = 5
 
 # all regions of the process, for those who want to know what was chosen
 living: WeakSet[Region] = WeakSet()
@@ -226,7 +227,7 @@ class Case:
             if self.choice is None:
                 self.choice = self._of_near_sizes(args)
             if self.choice is None:
-                self._measure(made, args)
+                self.choice = self._measured(made, args)
         else:
             plan = self._asked(args)
             if plan.reason and not isinstance(settings.strategy, Sequential):
@@ -243,15 +244,15 @@ class Case:
             self._way = region.plain
         log.log(self._level, "%s: %d kernels run under %s", region.name, len(made.flow.ops), self.choice)
 
-    def _measure(self, made: Kernels, args: Sequence[Any]) -> None:
+    def _measured(self, made: Kernels, args: Sequence[Any]) -> Choice:
         try:
-            self.choice = Trials(self.region, made, args).choose()
+            choice = Trials(self.region, made, args).choose()
         except torch.OutOfMemoryError:  # at other sizes, or in another process, there may be some
-            self.choice = Choice("", {}, {}, untried="no memory is left to measure plans in")
-            return
+            return Choice("", {}, {}, untried="no memory is left to measure plans in")
         self.is_measured = True
-        if device_of(args).type == "cuda" or not self.choice.untried:  # on the CPU that is soon found out, and may be others' fault
-            disk.save(self._path(args), self.choice.dump())
+        if device_of(args).type == "cuda" or not choice.untried:  # on the CPU that is soon found out, and may be others' fault
+            disk.save(self._path(args), choice.dump())
+        return choice
 
     @property
     def _level(self) -> int:
@@ -310,7 +311,8 @@ class Case:
                 return None
             growth = math.prod(max(b / max(a, 1), 1.0) for a, b in zip(near.numbers, self.numbers))
             costs = {name: cost.at_sizes(growth) for name, cost in choice.costs.items()}
-            if not Room(args, self.kernels.bind(in_order(self.kernels)), self.region.settings.max_memory, costs).take(bound):
+            serial = self.kernels.bind(in_order(self.kernels))
+            if not room_for(self.region, self.kernels, serial, args, costs).take(bound):
                 return None  # of what it holds, more grows with the sizes than of what Inductor's order does
             choice, self.bound = replace(choice, plan=str(plan)), bound
         log.log(self._level, "%s: sizes %s run as was found best for %s", self.region.name, self.numbers, near.numbers)
@@ -320,7 +322,7 @@ class Case:
         """Of the choice for this code, these sizes and this machine."""
         region, device = self.region, device_of(args)
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}, {num_lanes()}"
-        lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype)) for a in args), *self.read]
+        lie = [*(a if type(a) is int else (tuple(a.shape), a.stride(), str(a.dtype), a.requires_grad) for a in args), *self.read]
         settings = region.settings.max_memory or (MAX_MEMORY, SPARE_BYTES), region.settings.runtime, ambient()
         key = repr((COUNTED, region.digest, region.name, lie, machine, torch.__version__, settings))
         return disk.directory("choices") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

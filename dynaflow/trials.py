@@ -18,18 +18,17 @@ import logging
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch._prims_common import clone_preserve_strides
 
 from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
-from dynaflow.ir import CALLER, Plan, Stream
+from dynaflow.ir import Plan
 from dynaflow.measure import (
     MIN_GAIN,
     NUM_ROUNDS,
-    SMALL_SEGMENT,
     Before,
     clock_for,
     compare,
@@ -41,12 +40,11 @@ from dynaflow.measure import (
 from dynaflow.memory import place
 from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
+from dynaflow.room import MAX_STREAMS, room_for
 from dynaflow.runtime.graphs import Pool, as_replay
 from dynaflow.runtime.program import Bound
-from dynaflow.runtime.workspaces import workspace_bytes
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
 from dynaflow.simulate import Device
-from dynaflow.strategies.confined import Confined
 from dynaflow.verify import verify
 from dynaflow.way import Boxed, Way, device_of
 
@@ -55,18 +53,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dynaflow")
 
-# plans that are tried on the device, neighbours of the best of them, and the most streams that they have
-NUM_TRIED, NUM_NEIGHBOURS, MAX_STREAMS = 6, 6, 16
+# plans that are tried on the device, and neighbours of the best of them
+NUM_TRIED, NUM_NEIGHBOURS = 6, 6
 # of plans that are as fast as this, that with the fewest streams: libraries keep memory for each
 AS_FAST = 1.02
-# what a plan may hold where nothing is said: so many times what Inductor's own order holds, or so much more, where that is more: what the
-# allocator asks for at a time, at least
-MAX_MEMORY, SPARE_BYTES = 1.25, SMALL_SEGMENT
-# streams with a workspace that measuring products is worth
-MIN_MEASURED = 3
-# products, and kernels that allocate, stay on the caller's stream where they take less than this share of the time: memory is kept for
-# every other stream that they run on
-FEW = 0.1
 # on the CPU: seconds that trying takes, about and at most; calls of a way where they are long; ways beside the plans: Inductor, one
 # stream, and the last two once more
 TRIALS_S, NUM_CALLS, NUM_OTHERS = 30.0, NUM_ROUNDS + 2, 4
@@ -107,87 +97,6 @@ class Choice:
         return Choice(read["plan"], read["times_us"], costs, untried=read.get("untried", ""))
 
 
-class Room:
-    """What plans of these kernels may hold, what the call is given included.
-
-    Inductor's order has one workspace for its products. A plan has one more for every side stream that has some, and those are kept for
-    good: of plans that were tried before, too. What kernels allocate themselves, results or memory to work in, the allocator keeps for
-    each stream on its own, in segments: in Inductor's order results lie with all else.
-    """
-
-    def __init__(self, args: Sequence[Any], serial: Bound, max_memory: float | None, costs: Costs | None = None):
-        self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
-        self._serial, self._max_memory, self._products = serial, max_memory, serial.program.products or frozenset()
-        # side streams that have a workspace by now
-        self._streams: frozenset[Stream] = frozenset()
-        self.learn(costs or {})
-
-    def learn(self, costs: Costs) -> None:
-        """What the allocator holds for kernels counts from now on."""
-        self._held_bytes = {name: cost.held_bytes for name, cost in costs.items() if cost.held_bytes}
-        held = self._sum(self._serial, frozenset())
-        self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if self._max_memory is None else self._max_memory * held
-        # workspaces that there is room for, beside that of Inductor's order
-        self.num_spare = int(max(0.0, self.limit - held) // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
-
-    def held(self, bound: Bound) -> int:
-        """With it, once it has run."""
-        return self._sum(bound, self._streams | bound.product_streams)
-
-    def _sum(self, bound: Bound, streams: Collection[Stream]) -> int:
-        num_workspaces = bool(bound.program.products) + len(streams)
-        return self._given_bytes + bound.peak_bytes + num_workspaces * self._workspace_bytes + self._kept_by_streams(bound)
-
-    def _kept_by_streams(self, bound: Bound) -> int:
-        """For what kernels allocate: per stream the most that one of them takes. Results are part of the plan's peak: what counts is what
-        the allocator holds beside them, and on the caller's stream, where all else lies, nothing."""
-        if not self._held_bytes:
-            return 0
-        most: dict[str, int] = {}
-        loose = set(bound.plan.loose)
-        for launch in bound.plan.launches:
-            for name, _ in launch.calls:
-                results = loose.intersection(bound.program.flow.op(name).writes) if name in self._held_bytes else ()
-                if launch.stream != CALLER or not results:
-                    beside = self._held_bytes.get(name, 0) - sum(map(bound.nbytes, results))
-                    most[launch.stream] = max(most.get(launch.stream, 0), beside)
-        return sum(most.values())
-
-    def take(self, bound: Bound) -> bool:
-        """Whether it may run; it is taken to, then."""
-        if self.held(bound) > self.limit:
-            return False
-        self._streams |= bound.product_streams
-        return True
-
-    def make(self, streams: Sequence[Stream]) -> Sequence[Stream]:
-        """Those of them that get a workspace to measure products by: none where it would be few. One is left for what has another
-        priority, and one for what the allocator keeps for streams."""
-        made = streams[: self.num_spare - 2] if self.num_spare - 2 >= MIN_MEASURED else ()
-        self._streams |= frozenset(made)
-        return made
-
-    def confined(self, costs: Costs) -> Iterator[Confined]:
-        """Products, and kernels that allocate, to as many streams as there is room for what is kept for them, and as they are worth; then,
-        for where that is too much together, one of the two to the caller's stream, and both."""
-        kept_for = ((self._products, self._workspace_bytes), self._allocating(costs))
-        groups = [(names, self._num_streams(costs, names, each_bytes)) for names, each_bytes in kept_for if names]
-        narrowed = (
-            tuple((names, 1 if k in to_one else count) for k, (names, count) in enumerate(groups)) for to_one in ((), (1,), (0,), (0, 1))
-        )
-        yield from map(Confined, dict.fromkeys(narrowed))
-
-    def _allocating(self, costs: Costs) -> tuple[frozenset[str], int]:
-        """Those that take more than the smallest segment, and the most that one of them takes."""
-        large = {name: cost.held_bytes for name, cost in costs.items() if cost.held_bytes > SMALL_SEGMENT and name not in self._products}
-        return frozenset(large), max(large.values(), default=0)
-
-    def _num_streams(self, costs: Costs, names: Collection[str], each_bytes: int) -> int:
-        if sum(costs[name].us for name in names) < FEW * sum(cost.us for cost in costs.values()):
-            return 1
-        return 1 + (int(max(0.0, self.limit - self._sum(self._serial, frozenset())) // each_bytes) if each_bytes else MAX_STREAMS)
-
-
 def in_order(kernels: Kernels) -> Plan:
     """The kernels one after the other, as Inductor has them."""
     return finish_plan(kernels.flow, sequential_plan(kernels.flow, ""), None, kernels.allocated)
@@ -202,7 +111,7 @@ class Trials:
         self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._serial = kernels.bind(in_order(kernels))
-        self._room = Room(args, self._serial, region.settings.max_memory)
+        self._room = room_for(region, kernels, self._serial, args)
         self._clock = clock_for(self._device, self._room.make)
         # what was tried, and microseconds per call, round by round
         self._bounds: dict[str, Bound] = {}
@@ -215,6 +124,8 @@ class Trials:
 
     def choose(self) -> Choice:
         flow, num_plans = self._kernels.flow, NUM_TRIED + NUM_NEIGHBOURS + 1
+        if not self._room.take(self._serial):
+            return Choice("", {}, {}, untried=self._says_too_much("any plan", self._serial))
         with torch.no_grad(), same_random_numbers(self._device):
             if self._on_lanes:
                 if untried := self._why_no_lanes():
@@ -282,11 +193,14 @@ class Trials:
             if self._room.take(bound):
                 found[f"{candidate.kind}, noise {candidate.noise}" if candidate.noise > NUM_NOISY else candidate.kind] = bound
             else:
-                log.info("%s: %s would hold %.1f MiB, more than %.1f (max_memory=%s)", self._region.name, candidate.kind,
-                         self._room.held(bound) / 2**20, self._room.limit / 2**20, self._region.settings.max_memory)  # fmt: skip
+                log.info("%s: %s", self._region.name, self._says_too_much(candidate.kind, bound))
             if len(found) == count:
                 break
         return found
+
+    def _says_too_much(self, what: str, bound: Bound) -> str:
+        held, limit = (n / 2**20 for n in (self._room.held(bound), self._room.limit))
+        return f"{what} would hold {held:,.1f} MiB, more than {limit:,.1f} (max_memory={self._region.settings.max_memory})"
 
     def _try(self, new: Mapping[str, Bound]) -> str:
         """Let them run in turns. The best of all so far."""
@@ -335,9 +249,3 @@ def _least(times: Mapping[str, float], num_streams: Mapping[str, int]) -> str:
     """The fastest; of those that are as fast, that with the fewest streams."""
     least = min(times.values())
     return min((name for name, us in times.items() if us <= least * AS_FAST), key=lambda name: (num_streams.get(name, 0), times[name]))
-
-
-def _num_bytes(args: Sequence[Any]) -> int:
-    """What the arguments hold."""
-    storages = {s.data_ptr(): s.nbytes() for s in (a.untyped_storage() for a in args if isinstance(a, torch.Tensor))}
-    return sum(storages.values())

@@ -44,8 +44,8 @@ class Way:
         self._region, self._kernels, self._bound, self._device = region, kernels, bound, device
         settings = region.settings
         self._runtime, _, self._seed = settings.runtime.partition(":")
-        is_recorded = self._runtime == "graph" or (self._runtime == "auto" and device.type == "cuda")
-        self._recordings = graphs.Recordings(region.name, device, trial or settings.pool, settings.borrow) if is_recorded else None
+        pool = trial or settings.pool
+        self._recordings = graphs.Recordings(region.name, device, pool, settings.borrow) if is_recorded(settings.runtime, device) else None
         # of a backward's inputs that Inductor takes to stay where they are, some are saved tensors
         weights = region.static if settings.fixed_weights and not region.is_backward else ()
         names = self._names = [name for name, _ in bound.outputs]
@@ -171,6 +171,10 @@ def _little(outputs: Sequence[int], saved: Sequence[int], num_bytes: Sequence[in
 def device_of(args: Sequence[Any]) -> torch.device:
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def is_recorded(runtime: str, device: torch.device) -> bool:
+    return runtime == "graph" or (runtime == "auto" and device.type == "cuda")
 
 
 def on(device: torch.device) -> Any:

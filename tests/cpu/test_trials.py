@@ -1,5 +1,6 @@
 """Which way to run kernels is chosen, what is said of it, and that measuring shows nowhere."""
 
+import copy
 import json
 import logging
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import dynaflow as df
-from dynaflow import measure, region, trials
+from dynaflow import measure, region, room, trials
 from dynaflow.costs import Cost
 from tests.cpu.kernel_models import Branchy, Towers, call_thrice, compiled, fresh, image  # noqa: F401  (fresh is a fixture)
 
@@ -87,11 +88,11 @@ def test_near_sizes_are_measured_once(times):
 def test_a_plan_for_near_sizes_that_would_hold_too_much_is_not_taken(times, monkeypatch):
     times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
     model, before = Towers(), set(region.living)
-    fast, real = compiled(model, "auto", "auto"), trials.Room.held
+    fast, real = compiled(model, "auto", "auto"), room.Room.held
     with torch.no_grad():
         for rows in (8, 9, 10):
             if rows == 10:
-                monkeypatch.setattr(trials.Room, "held", lambda self, bound: real(self, bound) + 2**40 * bool(bound.streams))
+                monkeypatch.setattr(room.Room, "held", lambda self, bound: real(self, bound) + 2**40 * bool(bound.streams))
             for _ in range(3):
                 fast(torch.randn(rows, 8))
     cases = {case.numbers: case for made in set(region.living) - before for case in made.cases.values()}
@@ -150,7 +151,7 @@ def test_kernels_that_allocate_give_way_where_their_plans_hold_too_much(allocati
     def take(self, bound):
         return all(launch.stream == "caller" for launch in bound.plan.launches if launch.calls[0][0] in self._held_bytes)
 
-    monkeypatch.setattr(trials.Room, "take", take)
+    monkeypatch.setattr(room.Room, "take", take)
     assert df.Plan.parse(choices(Many(), max_memory=4.0)[()].choice.plan).streams
 
 
@@ -194,7 +195,7 @@ def test_the_fastest_is_kept(times, caplog):
 def test_workspaces_of_side_streams_count(times, monkeypatch, mib, is_room):
     """Every stream that multiplies matrices has one; where there is no room for it, products stay on the caller's."""
     times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
-    monkeypatch.setattr(trials, "workspace_bytes", lambda device: mib * 2**20)
+    monkeypatch.setattr(room, "workspace_bytes", lambda device: mib * 2**20)
     before = set(region.living)
     call_thrice(compiled(Towers(), "auto", "auto"))
     (case,) = [c for r in set(region.living) - before for c in r.cases.values()]
@@ -332,6 +333,29 @@ def test_memory_is_limited(times):
             for _ in range(3):
                 fast(torch.ones(64, 32))
     assert tried[0] < tried[1], "plans that need more memory than the limit are not tried"
+
+
+@pytest.mark.parametrize("rows, max_memory, is_planned", [(2, None, True), (512, None, False), (512, 2.0, True)])
+def test_a_training_step_is_limited_as_a_whole(times, caplog, rows, max_memory, is_planned):
+    """What a recorded forward saves stands beside the gradients: where either is as much as the weights, that is more than 1.25x."""
+    times["us"] = lambda n: [100.0, 90.0, *[50.0] * (n - 2)]
+    wide = [nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Sigmoid()) for _ in range(2)]
+    model, eager = (nn.ModuleList(copy.deepcopy(wide)) for _ in range(2))
+
+    def loss_of(towers, x):
+        return (towers[0](x) * towers[1](x)).square().mean()
+
+    fast = df.compile(lambda x: loss_of(model, x), partition="kernels", runtime="graph", max_memory=max_memory)
+    before = set(region.living)
+    with caplog.at_level(logging.INFO, "dynaflow"):
+        for _ in range(4):
+            x = torch.randn(rows, 512)
+            fast(x).backward()
+            loss_of(eager, x).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    cases = [c for r in set(region.living) - before if not r.is_backward for c in r.cases.values()]
+    assert [bool(c.choice.plan) for c in cases] == [is_planned]
+    assert ("any plan would hold" in cases[0].choice.untried) == (not is_planned)
 
 
 def test_measuring_shows_nowhere(monkeypatch, tried):

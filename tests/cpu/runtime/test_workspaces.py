@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 from dynaflow.costs import Cost
 from dynaflow.ir import Stream
+from dynaflow.room import Beside, Room, freed_bytes
 from dynaflow.runtime import workspaces
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.workspaces import is_product, make_workspace, workspace_bytes
 from dynaflow.strategies.confined import Confined
-from dynaflow.trials import Room
+from dynaflow.testing.notation import flow_of
 from tests.cpu.inductor.kernel_samples import read
 
 MIB = 2**20
@@ -167,7 +169,7 @@ def holding(mib, streams=(), has_products=True):
 @pytest.fixture
 def room(monkeypatch):
     """Inductor's order holds 100 MiB that are given, 60 of its own and one workspace of 32: plans may hold 240."""
-    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    monkeypatch.setattr("dynaflow.room.workspace_bytes", lambda device: 32 * MIB)
     return Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60), 1.25)
 
 
@@ -191,7 +193,7 @@ def test_streams_of_plans_that_were_tried_count(room):
 
 
 def test_without_products_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    monkeypatch.setattr("dynaflow.room.workspace_bytes", lambda device: 32 * MIB)
     room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], holding(60, has_products=False), 1.25)
     assert room.limit == 200 * MIB
     assert room.take(holding(100, has_products=False)) and not room.take(holding(101, has_products=False))
@@ -208,13 +210,58 @@ def test_small_models_may_hold_a_little_more(given, limit):
     assert Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(4, has_products=False), None).limit == limit * MIB
 
 
+@pytest.mark.parametrize("gradients, limit", [(0, 200), (10, 200), (60, 200), (80, 225)])
+def test_gradients_come_beside_what_stands(gradients, limit):
+    """In Inductor's order they take the place of what was saved, as far as that goes: 60 MiB. Beside a plan they come on top."""
+    given = [torch.empty(100 * MIB, dtype=torch.uint8)]
+    room = Room(given, holding(60, has_products=False), 1.25, beside=Beside(gradient_bytes=gradients * MIB))
+    assert room.limit == limit * MIB and room.held(holding(60, has_products=False)) == (160 + gradients) * MIB
+    assert room.take(holding(limit - 100 - gradients, has_products=False))
+    assert not room.take(holding(limit - 99 - gradients, has_products=False))
+
+
+def test_what_inductor_lets_go_of_is_not_in_its_peak():
+    given = [torch.empty(100 * MIB, dtype=torch.uint8)]
+    room = Room(given, holding(60, has_products=False), 1.25, beside=Beside(freed_bytes=40 * MIB))
+    assert room.limit == 150 * MIB and room.held(holding(60, has_products=False)) == 160 * MIB
+    assert not room.take(holding(51, has_products=False)) and room.take(holding(50, has_products=False))
+
+
+def backward_flow():
+    """Gradients of a and b: each takes the place of what was saved for it, s of b's and then r of a's."""
+    flow = flow_of("""
+        input s
+        input r
+        input t
+        param w
+        by_b: t s -> b
+        onward: t w -> u
+        by_a: u r -> a
+        output b a
+    """)
+    sizes = {"s": 40, "r": 30, "t": 5, "w": 100, "u": 5, "a": 20, "b": 25}
+    return replace(flow, values=tuple(replace(v, nbytes=str(sizes[v.name])) for v in flow.values))
+
+
+@pytest.mark.parametrize("saved, freed", [
+    ("", 0),
+    ("r", 0),  # it is needed to the last, where most is made
+    ("s", 40 + 50 - 65),  # at the peak now, b and s are there
+    ("sr", 70 + 50 - 95),
+    ("srt", 75 + 50 - 100),
+])  # fmt: skip
+def test_what_is_let_go_in_the_midst_of_a_backward(saved, freed):
+    """50 is the most that is made, at the end."""
+    assert freed_bytes(backward_flow(), set(saved)) == freed
+
+
 # given, MiB -> workspaces that there is room for
 SPARE = {100: 1, 600: 5, 2000: 16}
 
 
 @pytest.mark.parametrize("given", SPARE)
 def test_products_stay_on_as_many_streams_as_may_have_a_workspace(monkeypatch, given):
-    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    monkeypatch.setattr("dynaflow.room.workspace_bytes", lambda device: 32 * MIB)
     room = Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None)
     assert room.num_spare == SPARE[given]
     many, few = ({"mm.0": Cost(us), "conv.1": Cost(90.0)} for us in (90.0, 9.0))
@@ -225,7 +272,7 @@ def test_products_stay_on_as_many_streams_as_may_have_a_workspace(monkeypatch, g
 
 @pytest.mark.parametrize("given, num_made", [(100, 0), (420, 0), (600, 3), (2000, 7)])
 def test_streams_to_measure_products_by_are_plans_streams_then(monkeypatch, given, num_made):
-    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    monkeypatch.setattr("dynaflow.room.workspace_bytes", lambda device: 32 * MIB)
     room = Room([torch.empty(given * MIB, dtype=torch.uint8)], holding(60), None)
     streams = tuple(Stream(f"aux{i}") for i in range(7))
     before = room.held(holding(60))
@@ -309,7 +356,7 @@ def test_kernels_that_allocate_stay_on_as_many_streams_as_there_is_room_for():
 
 
 def test_where_both_are_too_much_one_gives_way(monkeypatch):
-    monkeypatch.setattr("dynaflow.trials.workspace_bytes", lambda device: 32 * MIB)
+    monkeypatch.setattr("dynaflow.room.workspace_bytes", lambda device: 32 * MIB)
     serial = launched(40, ALONE)
     serial.program.products = frozenset({"conv.0"})
     room = Room([torch.empty(100 * MIB, dtype=torch.uint8)], serial, 1.5, HELD)  # of 192: 96 more
