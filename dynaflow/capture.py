@@ -60,7 +60,6 @@ def capture(
         # Dynamo writes the code that calls the graph behind its backend. Its own record of the time would take microseconds of every call.
         _listen()
         _set_until_captured(torch._dynamo.config, "record_runtime_overhead", False)
-        _undo.append(collector.hold())
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
@@ -78,7 +77,8 @@ def capture(
         # The batch is what the call's first argument has of it. A mask that nothing ties to it here would be split, and nothing else.
         axes, symbols = {}, set()
     fixed = next(iter(constants.values())) if constants and not symbols else None
-    return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
+    with collector.held():  # not until Dynamo is done: of what is captured ahead of time (`aot_compile`) nobody hears the end
+        return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:

@@ -8,9 +8,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import dynaflow as df
 from dynaflow import collector, engine, planning
+from dynaflow.capture import backend
 from dynaflow.inductor import compile as units_compile
 from dynaflow.inductor import entries
 
@@ -61,6 +65,17 @@ def test_the_backend_of_torch_compile_holds_it_too(monkeypatch):
     spy(monkeypatch, engine, "analyse", seen)
     fast = torch.compile(model(), backend="dynaflow", dynamic=True, options={"strategy": df.TwoBatch()})
     fast(torch.randn(4, 4))
+    assert seen == [("analyse", False)] and gc.isenabled()
+
+
+def test_a_backend_whose_end_nobody_tells_lets_go_of_it(monkeypatch):
+    """As under torch's `aot_compile`: there is a tracing context, and no callback of Dynamo's."""
+    given, seen = [], []
+    spy(monkeypatch, engine, "analyse", seen)
+    torch.compile(model(), backend=lambda gm, inputs: given.append((gm, inputs)) or gm, dynamic=True)(torch.randn(4, 4))
+    ((gm, inputs),) = given
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        backend(gm, inputs, options={"strategy": df.TwoBatch()})
     assert seen == [("analyse", False)] and gc.isenabled()
 
 
