@@ -40,9 +40,9 @@ from dynaflow.runtime.lanes import Inside, story, without_autocast_cache
 from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, copy_as_it_lies, relaid, scratch
 
 # names of the generated function that no value may take
-_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "copy_as_it_lies", "relaid", "scratch", "empty_strided",
-              "view", "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs",
-              "inside")  # fmt: skip
+_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "copy_as_it_lies", "relaid", "scratch",
+              "empty_strided", "view", "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run",
+              "outputs", "inside")  # fmt: skip
 
 # functions that are kept by their source, the oldest dropped first
 MAX_SOURCES = 1024
