@@ -17,7 +17,7 @@ from dynaflow.batching import Facts
 from dynaflow.context import ALL
 from dynaflow.inductor.units import ALIGNMENT
 from dynaflow.ir import evaluate
-from dynaflow.runtime.program import realigned
+from dynaflow.runtime.program import copy_as_it_lies
 from dynaflow.sources import ITEM
 from dynaflow.units import Built
 
@@ -102,7 +102,7 @@ class Boundary:
                 f"{', '.join(changed)} is changed in place, and does not start at a multiple of {ALIGNMENT} bytes.",
                 why="compiled kernels read and write 16 bytes at a time",
                 fix="pass a tensor that is no slice of another, or compiler='eager'")  # fmt: skip
-        return [realigned(a) if i in odd else a for i, a in enumerate(args)]
+        return [copy_as_it_lies(a) if i in odd else a for i, a in enumerate(args)]
 
     # -- results
 

@@ -60,7 +60,6 @@ def capture(
         # Dynamo writes the code that calls the graph behind its backend. Its own record of the time would take microseconds of every call.
         _listen()
         _set_until_captured(torch._dynamo.config, "record_runtime_overhead", False)
-        _undo.append(collector.hold())
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
@@ -78,7 +77,8 @@ def capture(
         # The batch is what the call's first argument has of it. A mask that nothing ties to it here would be split, and nothing else.
         axes, symbols = {}, set()
     fixed = next(iter(constants.values())) if constants and not symbols else None
-    return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
+    with collector.held():  # not until Dynamo is done: of what is captured ahead of time (`aot_compile`) nobody hears the end
+        return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:
@@ -188,8 +188,8 @@ def compile(
     never_slower  for each size, the strategy's plan is timed against the sequential one before it is used, on copies of what a call
                   changes, and runs where it is faster (on all ranks); remembered on disk
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
-                  inputs included. None: 1.25 times, or 64 MiB more where that is more. What cuBLAS keeps counts, 32 MiB per stream with
-                  products: where there is no room for it, products stay on fewer streams
+                  inputs included. None: 1.25 times, or 2 MiB more where that is more. What cuBLAS keeps counts, 32 MiB per stream with
+                  products, and what the allocator keeps for kernels that allocate: where there is no room, they stay on fewer streams
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     align         `fn(rows)` moves the rows that this call's parts are cut at to where it may be cut (a request's first token)
     """

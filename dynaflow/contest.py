@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 import torch
-from torch._prims_common import clone_preserve_strides
 
 from dynaflow import disk
 from dynaflow.errors import RankMissing
 from dynaflow.inductor.units import ambient
 from dynaflow.measure import Before, clock_for, compare, is_faster, same_random_numbers
 from dynaflow.runtime.lanes import is_profiling
-from dynaflow.runtime.program import Bound
+from dynaflow.runtime.program import Bound, copy_as_it_lies
 from dynaflow.runtime.ranks import are_waited_for, everybody_says, uses_groups
 from dynaflow.runtime.slots import Slots
 
@@ -173,7 +172,7 @@ def _copies(graph: CapturedGraph, sizes: tuple[Any, ...], args: Sequence[Any]) -
     slots.fill(args)
     given = slots.given(args)
     for i in graph.boundary.changed:
-        given[i] = clone_preserve_strides(args[i])
+        given[i] = copy_as_it_lies(args[i])
     return given
 
 

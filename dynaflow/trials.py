@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch._prims_common import clone_preserve_strides
 
 from dynaflow.costs import Cost, Costs, bound_us, critical_path_us
 from dynaflow.inductor.kernels import Kernels
@@ -42,7 +41,7 @@ from dynaflow.planned import finish_plan
 from dynaflow.planner import sequential_plan
 from dynaflow.room import MAX_STREAMS, room_for
 from dynaflow.runtime.graphs import Pool, as_replay
-from dynaflow.runtime.program import Bound
+from dynaflow.runtime.program import Bound, copy_as_it_lies
 from dynaflow.search import NUM_NOISY, Candidate, neighbours, search
 from dynaflow.simulate import Device
 from dynaflow.verify import verify
@@ -107,8 +106,8 @@ class Trials:
         self._region, self._kernels, self._device = region, kernels, device_of(args)
         # not in captures, which are CUDA Graphs
         self._on_lanes = self._device.type == "cpu" and not region.in_captures
-        # with their strides, which kernels take for granted: `clone` closes gaps
-        self._given = [clone_preserve_strides(a) if i in kernels.changed else a for i, a in enumerate(args)]
+        # with their strides, which kernels take for granted
+        self._given = [copy_as_it_lies(a) if i in kernels.changed else a for i, a in enumerate(args)]
         self._before = Before([self._given[i] for i in kernels.changed])
         self._serial = kernels.bind(in_order(kernels))
         self._room = room_for(region, kernels, self._serial, args)

@@ -2,18 +2,21 @@
 
 What is kept is Inductor's text, redirected, and what it said about sizes and strides, so that nothing is left to do but load it; and its
 Triton kernels in a bundle, as Inductor's own cache keeps them, which is faster than to find them one by one. The key is all that the text
-depends on: the unit's structure, the sizes it was compiled for, settings, versions, the device. Units that call what is neither torch's
-nor Python's own (a user's function, a custom op whose shapes the next version may change) are not kept.
+depends on: the unit's structure, the sizes it was compiled for, settings, versions, our own code that reads and redirects, the device.
+Units that call what is neither torch's nor Python's own (a user's function, a custom op whose shapes the next version may change) are not
+kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import logging
 import pickle
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -32,8 +35,8 @@ from dynaflow.runtime.program import Expr
 
 log = logging.getLogger("dynaflow")
 
-# of the files, and of what is done before and after Inductor
-FORMAT = 2
+# what is done before and after Inductor, and what is written down of it
+_OWN_CODE = ("compile", "kept", "redirect", "source", "structure")
 _OWN_MODULES = ("torch", "operator", "_operator", "math", "builtins")
 _OWN_OPS = ("aten", "prims", "prim", "dynaflow", "_c10d_functional")
 _PASSES = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass", "joint_custom_post_pass",
@@ -114,13 +117,20 @@ def _machine() -> Iterator[Any]:
     """All devices, whatever the unit's arguments say: a unit may make its tensors itself, on the current device."""
     import dynaflow
 
-    yield from (FORMAT, dynaflow.__version__, torch.__version__, torch.version.git_version)
+    yield from (_own_code(), dynaflow.__version__, torch.__version__, torch.version.git_version)
     yield from (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
     if importlib.util.find_spec("triton") is not None:
         yield importlib.metadata.version("triton")
     if torch.cuda.is_available():
         device = torch.cuda.current_device()
         yield from (device, torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device)), torch.version.cuda)
+
+
+@cache
+def _own_code() -> str:
+    """A unit that was redirected by other code than this is not to be found."""
+    package = importlib.resources.files(__package__)
+    return hashlib.sha256(b"".join((package / f"{name}.py").read_bytes() for name in _OWN_CODE)).hexdigest()
 
 
 def _text(thing: Any) -> Iterator[str]:

@@ -28,6 +28,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import config as inductor_config
 
 from dynaflow.inductor.compile import Boxed, Compiled, compile_graph
@@ -197,7 +198,7 @@ class _Shared:
         found = self._find(numbers, static)
         if found is not None:
             return found
-        with _LOCK:
+        with compile_lock, _LOCK:
             found = self._find(numbers, static)
             if found is not None:
                 return found
@@ -227,6 +228,7 @@ class _Shared:
         return next((c for c in self.dynamic if c.holds(numbers)), None)
 
 
-# Units that hold a structure keep its variants alive. The lock covers compiling too: Inductor compiles one graph at a time.
+# Units that hold a structure keep its variants alive. Compiling is covered by Dynamo's lock, too, which is taken first: settings of torch's
+# are patched meanwhile, for all threads, and Inductor compiles one graph at a time.
 _LOCK = threading.RLock()
 _SHARED: weakref.WeakValueDictionary[tuple[Any, ...], _Shared] = weakref.WeakValueDictionary()

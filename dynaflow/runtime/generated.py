@@ -37,12 +37,12 @@ import torch
 from dynaflow import disk
 from dynaflow.ir import Part
 from dynaflow.runtime.lanes import Inside, story, without_autocast_cache
-from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, realigned, relaid, scratch
+from dynaflow.runtime.program import COPIED, KEPT, LAUNCH, PLACED, RECORD, Arg, Bound, Call, Out, copy_as_it_lies, relaid, scratch
 
 # names of the generated function that no value may take
-_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "realigned", "relaid", "scratch", "empty_strided",
-              "view", "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run", "outputs",
-              "inside")  # fmt: skip
+_OWN_NAMES = ("caller", "inputs", "streams", "between", "torch", "Event", "set_stream", "copy_as_it_lies", "relaid", "scratch",
+              "empty_strided", "view", "fork", "join", "results", "calls", "placed", "given", "allocated", "arena_bytes", "make", "run",
+              "outputs", "inside")  # fmt: skip
 
 # functions that are kept by their source, the oldest dropped first
 MAX_SOURCES = 1024
@@ -101,7 +101,7 @@ def _written(bound: Bound, eager: frozenset[int], has_contexts: bool) -> _Form:
         _save(path, source)
         _save(path.removesuffix(".py") + ".plan", str(bound.plan))
         scope: dict[str, Any] = {
-            "torch": torch, "realigned": realigned, "relaid": relaid, "scratch": scratch, "empty_strided": torch.empty_strided,
+            "torch": torch, "copy_as_it_lies": copy_as_it_lies, "relaid": relaid, "scratch": scratch, "empty_strided": torch.empty_strided,
             "view": torch.as_strided,
         }  # fmt: skip
         exec(compile(source, path, "exec"), scope)  # noqa: S102 (generated from our own records)
@@ -288,7 +288,7 @@ class _Writer:
         text = self.name(arg.view)
         if arg.stride is not None:
             text = f"relaid({text}, {self.constant(f'layout{k}_{j}', f'calls[{k}].args[{j}].stride')})"
-        return f"realigned({text})" if arg.is_cloned else text
+        return f"copy_as_it_lies({text})" if arg.is_cloned else text
 
     # -- tensors
 

@@ -19,7 +19,6 @@ Recordings with products run one after the other on a device, whoever made them 
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import sys
 import threading
@@ -31,6 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from dynaflow import collector
 from dynaflow.runtime.driver import DriverError
 from dynaflow.runtime.feeds import Feeds, feeds_of
 from dynaflow.runtime.lent import Lent, by_address, let_go, outlived
@@ -120,15 +120,14 @@ class CudaRecorder:
         self._feeds = feeds
         self._context: Any = None
         self._guard: Any = None
-        self._was_collecting = False
+        self._release: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         # torch's own capture stream belongs to whichever device was current when it was made
         self._guard = torch.cuda.device(self._device)
         self._guard.__enter__()
         # other recordings may be among the garbage: to destroy one now would make this one void
-        self._was_collecting = gc.isenabled()
-        gc.disable()
+        self._release = collector.hold()
         self._stream = torch.cuda.current_stream(self._device)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         stream = capture_stream(self._device)
@@ -154,10 +153,9 @@ class CudaRecorder:
 
     def _leave(self) -> None:
         if self._guard is not None:
+            self._release()
             self._guard.__exit__(None, None, None)
             self._guard = None
-            if self._was_collecting:
-                gc.enable()
 
     def abort(self) -> None:
         """A capture that fails leaves its stream current, the allocator with its pool, and the generator refusing to draw."""

@@ -17,9 +17,9 @@ from sys import getrefcount
 from typing import Any, Iterable, Mapping, Sequence
 
 import torch
-from torch._prims_common import clone_preserve_strides
 
 from dynaflow.runtime.native import Native, Words, native, word_at
+from dynaflow.runtime.program import copy_as_it_lies
 
 # a storage over memory that is somebody else's
 _storage_at: Any = torch._C._construct_storage_from_data_pointer
@@ -94,7 +94,7 @@ class Lent:
         for n, tensor in zip(self._callers, self._shared):
             found[n] = tensor.data
         for n in self._copied:
-            found[n] = clone_preserve_strides(self._outputs[n])
+            found[n] = copy_as_it_lies(self._outputs[n])
         for n, (tensor, _, _) in zip(self.saved, self.standing):
             found[n] = tensor
         return found

@@ -198,7 +198,7 @@ class Call:
         if arg.view < 0:
             return arg.number
         tensor = tensors[arg.view] if arg.stride is None else relaid(tensors[arg.view], arg.stride)
-        return realigned(tensor) if arg.is_cloned else tensor
+        return copy_as_it_lies(tensor) if arg.is_cloned else tensor
 
 
 def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -210,8 +210,9 @@ def relaid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(small).expand(tensor.shape)
 
 
-def realigned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that begins at an address of its own, with the same strides: compiled code was made for those, and `clone` closes gaps."""
+def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy at an address of its own, with the same strides, and with nothing of what lies before or behind it: compiled code was made
+    for those strides, and `clone` closes gaps."""
     if not tensor.numel():
         return tensor.clone()
     length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))

@@ -216,6 +216,24 @@ def test_counters_do_not_run_on_while_plans_are_prepared(times, options):
     assert times["num"] == 1 and int(model.at) == 4 and torch.equal(model.cache[3], x[0]) and not df.stats(fast).fallbacks
 
 
+def test_of_what_a_call_changes_no_more_is_copied(times, monkeypatch):
+    """The last layer's cache, of one tensor with all of them: what lies before it may be most of the device."""
+    copied, caches = [], torch.zeros(1000, 6, 8)
+    before = contest.Before
+    monkeypatch.setattr(contest, "Before", lambda tensors, **more: copied.extend(tensors) or before(tensors, **more))
+
+    def write(x, cache):
+        cache.copy_(x)
+        return x + 1
+
+    fast = compiled(write, strict=True, partition="auto")
+    with torch.no_grad():
+        x = torch.randn(6, 8)
+        torch.testing.assert_close(fast(x, caches[-1]), x + 1)
+    assert times["num"] == 1 and torch.equal(caches[-1], x)
+    assert [t.untyped_storage().nbytes() for t in copied] == [x.nbytes]
+
+
 class Options(df.Strategy):
     """Parts, and where there are three, an order."""
 

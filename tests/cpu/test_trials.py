@@ -400,6 +400,23 @@ def test_measuring_does_not_run_out_of_a_cache(monkeypatch, tried):
     torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
 
 
+def test_of_what_is_changed_no_more_is_copied(times, monkeypatch):
+    copied, all_of_them = [], torch.zeros(1000, 24, 6)
+    before = trials.Before
+    monkeypatch.setattr(trials, "Before", lambda tensors, **more: copied.extend(tensors) or before(tensors, **more))
+
+    def change(x, y):
+        z = x @ y
+        x.add_(z)
+        return z @ (y @ z.t()[:, :6]), x @ y
+
+    fast = compiled(change, "auto", "auto")
+    with torch.no_grad():
+        for _ in range(3):
+            fast(all_of_them[-1], torch.randn(6, 6))
+    assert [t.untyped_storage().nbytes() for t in copied] == [all_of_them[-1].nbytes]
+
+
 def test_measuring_keeps_the_strides_of_what_is_changed(times):
     """A copy without the gaps between its rows would be written beyond its end."""
     seen = []

@@ -198,6 +198,26 @@ def test_a_unit_that_makes_its_tensors_itself_is_of_its_machine(monkeypatch):
     assert mine is not None and kept.path_of(unit.structure, (), (), True) != mine
 
 
+def test_what_other_code_of_ours_made_is_not_found(monkeypatch, tmp_path):
+    unit = CompiledUnit(captured(torch.sin, torch.ones(4, 32)), [spec("s0", 32)], ["s0"])
+
+    def at():
+        kept._own_code.cache_clear()
+        return kept.path_of(unit.structure, (), (4,), False)
+
+    mine, own = at(), Path(kept.__file__).parent
+    assert mine is not None and mine == at()
+    for name in kept._OWN_CODE:
+        (tmp_path / f"{name}.py").write_bytes((own / f"{name}.py").read_bytes())
+    with monkeypatch.context() as there:
+        there.setattr(kept.importlib.resources, "files", lambda package: tmp_path)
+        assert mine == at(), "the same code elsewhere"
+        with (tmp_path / "redirect.py").open("a") as file:
+            file.write("# redirects otherwise")
+        assert mine != at()
+    assert mine == at()
+
+
 def kept_text(text, guards=(), **more):
     return kept.Kept(Redirected(text, ("not in place",), (False,), **more), ("s0",), guards, (None,), ())
 

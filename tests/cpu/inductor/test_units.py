@@ -1,11 +1,13 @@
 """Compiled units against eager mode, their results written into the middle of a larger, poisoned buffer."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch.nn import functional as F
 
 from dynaflow.inductor import CompiledUnit, NotCompiled, Spec, Variant, units
@@ -223,6 +225,20 @@ def test_rejects_a_number_that_is_no_integer(sizes):
 def test_rejects_an_unknown_symbol():
     with pytest.raises(NotCompiled, match="s9"):
         unit(lambda x: (x,), spec("s9", 4))
+
+
+def test_no_graph_is_captured_while_a_unit_is_compiled(monkeypatch):
+    """Compiling patches settings of torch's, for all threads: captures beside it took them over, or failed."""
+    others, plain = [], units.compile_graph
+
+    def other_thread_may_capture():
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(lambda: compile_lock.acquire(blocking=False) and not compile_lock.release()).result(30)
+
+    monkeypatch.setattr(units, "compile_graph", lambda *args, **more: others.append(other_thread_may_capture()) or plain(*args, **more))
+    made = unit(lambda x: (torch.sin(x) * 3.25,), X)
+    made.variant({"s0": 4}, static=True)
+    assert others == [False] and other_thread_may_capture(), "it may once that is done"
 
 
 def test_rejects_what_inductor_cannot_compile():

@@ -15,7 +15,7 @@ from dynaflow.memory import place
 from dynaflow.runtime import fake, generated
 from dynaflow.runtime.binder import Binder, bind
 from dynaflow.runtime.lanes import Run
-from dynaflow.runtime.program import COPIED, KEPT, PLACED, Call, Layout, Program, Unit, realigned
+from dynaflow.runtime.program import COPIED, KEPT, PLACED, Call, Layout, Program, Unit, copy_as_it_lies
 from dynaflow.sync import synchronise
 from dynaflow.testing import random_flow
 from dynaflow.testing.notation import flow_of
@@ -467,12 +467,15 @@ def test_a_missing_join_or_fork_would_be_seen():
 LAYOUTS = {
     "dense": lambda x: x, "gaps": lambda x: x[:, ::2], "transposed": lambda x: x.t(), "expanded": lambda x: x[:1].expand(5, -1),
     "windows": lambda x: x.flatten().unfold(0, 4, 2), "nothing": lambda x: x[:0], "a number": lambda x: x[0, 0],
+    "the last rows": lambda x: x[3:],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_copy_that_is_aligned_lies_as_the_tensor_does(layout):
     x = LAYOUTS[layout](torch.randn(31)[1:].view(5, 6))
-    copy = realigned(x)
+    copy = copy_as_it_lies(x)
     assert torch.equal(copy, x) and copy.stride() == x.stride() and copy.data_ptr() % 16 == 0
     assert not x.numel() or copy.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
+    assert copy.untyped_storage().nbytes() == 4 * extent, "nothing of what lies before or behind it"
