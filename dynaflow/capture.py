@@ -188,7 +188,7 @@ def compile(
     never_slower  for each size, the strategy's plan is timed against the sequential one before it is used, on copies of what a call
                   changes, and runs where it is faster (on all ranks); remembered on disk
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
-                  inputs included. None: 1.25 times, or 64 MiB more where that is more. What cuBLAS keeps counts, 32 MiB per stream with
+                  inputs included. None: 1.25 times, or 2 MiB more where that is more. What cuBLAS keeps counts, 32 MiB per stream with
                   products: where there is no room for it, products stay on fewer streams
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     align         `fn(rows)` moves the rows that this call's parts are cut at to where it may be cut (a request's first token)

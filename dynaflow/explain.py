@@ -174,6 +174,8 @@ class InspectedGraph(CapturedGraph):
         self._ensure_analysed()
         self.settings.graphs.append(self)
         self.explained: list[Explained] = []
+        # what the strategy's plan puts in the place of ops
+        self.functions: Mapping[str, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         self.settings.count_call()
@@ -195,6 +197,7 @@ class InspectedGraph(CapturedGraph):
         facts = self.boundary.facts(args, batch_size, self.device, current_tags())
         planned = self.planning.plan(facts, sizes)
         planned.raise_error()
+        self.functions = planned.binder.program.functions if planned.binder is not None else {}
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.bind(sizes, facts)
         flow = self.flow if bound is None else bound.program.flow

@@ -93,7 +93,7 @@ class Planning:
         self.settings.count(plans=1)
         if plan.reason:
             return Planned(plan, context.looks, None, chosen=tuple(chosen)), planner.num_options
-        check_shares(plan.streams, self.device)
+        check_shares(plan.streams, self.device, planner.declared_at)
         binder = self.finish(plan, planner.functions, sizes, planner.flow)
         plan = binder.plan
         log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
