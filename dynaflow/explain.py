@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
 from dynaflow.engine import CapturedGraph
+from dynaflow.errors import OptionError
 from dynaflow.explain_kernels import InspectedRegions
 from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
@@ -86,7 +87,7 @@ class Explained:
         if plan.reason:
             return [f"plan       sequential: {plan.reason}"]
         rows = [f"rows       {i}/{len(plan.rows)} has {'the rest' if n == '-1' else n}" for i, n in enumerate(plan.rows)]
-        return [head, *rows, plan.grid()]
+        return [head, *rows, plan.grid().rstrip()]
 
     def _units(self) -> list[str]:
         if self.compiler == "eager":
@@ -229,6 +230,8 @@ class InspectedGraph(CapturedGraph):
 
 def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[CapturedGraph], **options: Any) -> list[Any]:
     """Call `model` once with every captured graph made by `graph`; the graphs in order of capture."""
+    if not callable(model):
+        raise OptionError(f"{model!r} cannot be called.", fix="give a module or a function, then its inputs: df.explain(model, inputs)")
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(name=name, strict=graph is not InspectedRegions, **options)
     args, kwargs = inputs
