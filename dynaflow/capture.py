@@ -170,8 +170,8 @@ def compile(
     A module comes back as an object of the same class that shares everything with the original (parameters, buffers, hooks,
     attributes, state_dict) and whose calls are compiled, those of `forward` too. A function comes back as a function.
 
-    strategy      a df.Strategy, or its class; "sequential", "two_batch", "nano_batch", "branches", "prefill_decode", "package.module:Class";
-                  "auto": never splits a batch, and has kernels side by side where that measured faster
+    strategy      a df.Strategy, or its class, or a name: "sequential", "two_batch", "nano_batch", "branches", "prefill_decode" or
+                  "package.module:Class". "auto": never splits a batch, and has kernels side by side where that measured faster
     partition     what an op is: df.SplitModule, df.SplitFunc and "auto", one or a list of them; or "kernels", those of Inductor
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
                   tensor argument that has the first one's size. Or a function that gives one of these for a call's arguments by name

@@ -12,7 +12,6 @@ from __future__ import annotations
 import linecache
 from typing import Self
 
-
 MAX_LINES, MAX_CHARACTERS = 12, 600
 
 

@@ -16,6 +16,7 @@ import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, Callable, Iterable, Sequence
@@ -371,15 +372,20 @@ class Planner:
 
     def follow(self, strategy: Any) -> None:
         """Let a strategy schedule. What it raises, and what it leaves undone, is said to be its own."""
-        code = getattr(strategy.schedule, "__code__", None)
+        code = getattr(getattr(strategy, "schedule", None), "__code__", None)
         self._strategy_line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        if code is not None and code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+            raise errors.StrategyError(
+                f"{type(strategy).__name__}.schedule is a generator, or async: calling it runs none of it.", where=self._strategy_line,
+                fix="take yield and async out of it: flow.execute is what launches")  # fmt: skip
         try:
             strategy.schedule(self)
         except errors.DynaFlowError:
             raise
         except Exception as error:
             raise errors.StrategyRaised(
-                f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}", where=_own_line(strategy, error),
+                f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}",
+                where=_own_line(strategy, error) or self._strategy_line,
                 fix="this is the strategy's own code; df.explain(model, inputs, strategy) raises it with the full traceback",
             ) from error  # fmt: skip
 
@@ -520,11 +526,10 @@ class Planner:
 
 def _own_line(strategy: Any, error: Exception) -> str:
     """The last line of the strategy's own code that the error went through: what it called, torch or us, is not where to look."""
-    functions = [strategy.schedule, *(f for cls in type(strategy).__mro__ for f in vars(cls).values())]
+    functions = [getattr(strategy, "schedule", None), *(f for cls in type(strategy).__mro__ for f in vars(cls).values())]
     files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    path, number = next((line for line in reversed(lines) if line[0] in files), lines[-1])
-    return f"{path}:{number}"
+    return next((f"{path}:{number}" for path, number in reversed(lines) if path in files), "")
 
 
 def _settings(stream: Stream) -> str:

@@ -75,4 +75,4 @@ def test_a_profile_without_a_plan_says_what_to_do():
     with df.profile() as profiled:
         pass
     with pytest.raises(LookupError, match="df.stats"):
-        profiled.timeline  # noqa: B018
+        profiled.timeline

@@ -157,3 +157,82 @@ def test_the_device_is_told_by_its_type():
     (graph,) = inspected(Net(), ((X,), {}), InspectedGraph, strategy=df.TwoBatch(), partition=PARTITION)
     args = [X] * (len(graph.boundary.names) + 1)
     assert graph.boundary.facts(args, 6, torch.device("cuda", 1), {})["device"] == "cuda"
+
+
+class Generator(df.Strategy):
+    def schedule(self, flow):
+        yield flow.get_ready_ops()
+
+
+class Async(df.Strategy):
+    async def schedule(self, flow):
+        flow.split(2)
+
+
+class WithoutSelf(df.Strategy):
+    def schedule(flow):
+        pass
+
+
+@pytest.mark.parametrize("strategy, said", [(Generator(), "is a generator"), (Async(), "or async"), (WithoutSelf(), "takes 1 positional")])
+def test_rejects_a_schedule_that_cannot_be_called_as_one(strategy, said):
+    with pytest.raises(errors.StrategyError, match=said) as caught:
+        df.explain(Net(), X, strategy, partition=PARTITION)
+    assert "test_own_strategies.py" in caught.value.where and "def schedule(" in str(caught.value)
+
+
+@pytest.mark.parametrize("rule, said", [
+    (df.SplitModule("*.norm2"), "SplitModule('*.norm2') matches nothing"),
+    (df.SplitModule(nn.Conv2d, kind="network", splittable=False), "SplitModule(Conv2d, kind='network', splittable=False) matches nothing"),
+    (df.SplitFunc(torch.sin, name="wave"), "SplitFunc(sin, name='wave') matches nothing"),
+])  # fmt: skip
+def test_a_rule_that_matches_nothing_is_shown_as_it_was_written(rule, said):
+    with pytest.raises(errors.PartitionError) as caught:
+        df.explain(Net(), X, df.TwoBatch(), partition=[rule])
+    assert said in caught.value.what and caught.value.why == "modules there: norm, out, up"
+
+
+def test_rejects_rules_that_say_nothing():
+    with pytest.raises(errors.PartitionError, match=r"not a Linear that is made.*\n.*SplitModule\(Linear\)"):
+        df.SplitModule(nn.Linear(2, 2))
+    for make in (df.SplitModule, df.SplitFunc):
+        with pytest.raises(errors.OptionError, match="splittable is 'yes'"):
+            make(nn.Linear, splittable="yes")
+        assert make(nn.Linear, splittable=True).splittable
+
+
+def test_a_rule_means_its_outermost_module_and_several_rules_the_innermost():
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+
+    def names(*partition):
+        return [op.name for op in df.explain(net, X, df.TwoBatch(), partition=partition).flow.ops]
+
+    assert names(df.SplitModule("*")) == ["0", "1"]
+    assert names(df.SplitModule("*"), df.SplitModule("0.*")) == ["0.0", "0.1", "1"]
+
+
+def test_a_split_rule_takes_what_custom_op_made():
+    @torch.library.custom_op("own_strategies::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    def mixing():
+        flow = df.explain(lambda x: twice(torch.tanh(x)), X, df.TwoBatch(), partition=[df.SplitFunc(twice)]).flow
+        return [op.name for op in flow.ops if op.unsplittable]
+
+    assert mixing() == ["twice"]
+    df.register_split_rule(twice, df.rowwise)
+    assert mixing() == []
+    with pytest.raises(errors.OptionError, match="is no op"):
+        df.register_split_rule("own_strategies::twice", df.rowwise)
+    with pytest.raises(errors.OptionError, match="as its rule"):
+        df.register_split_rule(twice, True)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 0.5, True, "2GiB"])
+def test_rejects_a_memory_limit_that_is_no_factor(factor):
+    with pytest.raises(errors.OptionError, match="is no factor"):
+        df.compile(Net(), max_memory=factor)
+    df.compile(Net(), max_memory=1.0)
