@@ -36,8 +36,8 @@ def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = (), use
         register_split_rule(torch.ops.mylib.attend, lambda call: call.axis(call["query"]))
 
     `op` is an overload, all overloads (`torch.ops.mylib.norm`), what `torch.library.custom_op` made, or a higher-order op. `rule(call)`
-    returns the batch axis of the outputs or a reason to refuse; `sizes` names the arguments that are sizes. An accepting rule also promises that
-    whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
+    returns the batch axis of the outputs or a reason to refuse; `sizes` names the arguments that are sizes. An accepting rule also
+    promises that whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
 
     `uses(call)` names state that the op reads or changes and that is no argument of it (a serving engine's KV cache of one layer).
     Who uses the same state keeps program order, and parts of one op run in the order of their rows, unless a call says that they touch

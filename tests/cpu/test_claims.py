@@ -103,6 +103,11 @@ def test_everything_that_is_exported_is_on_a_page_and_says_what_it_is():
         assert inspect.getdoc(getattr(df, name)), f"df.{name} has no docstring"
 
 
+def test_the_runtimes_page_has_every_counter():
+    page = (ROOT / "docs" / "runtimes.md").read_text()
+    assert [name for name in vars(settings.Stats()) if f"`{name}`" not in page] == []
+
+
 def test_links_of_the_emulated_network_are_those_of_the_page():
     page = (ROOT / "docs" / "runtimes.md").read_text()
     rows = {f"| `{link.name}` | {link.gbps / 8:g} | {link.latency_us:g} us | {link.sms} |"
