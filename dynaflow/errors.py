@@ -4,7 +4,7 @@
       where    my_overlap.py:41   flow.execute(mlp, stream="comm")
       region   hidden, rows 0/2
       why      no path of waits orders compute#57 before comm#22
-      fix      df.synchronise(plan) adds the missing wait
+      fix      df.synchronise(flow, plan) makes the waits anew
 """
 
 from __future__ import annotations
@@ -126,6 +126,13 @@ class OptionError(DynaFlowError):
 
 class PartitionError(DynaFlowError):
     """A partition rule that matches nothing, or contradicts another."""
+
+
+class Unplannable(DynaFlowError):
+    """A graph that runs, but not under a plan."""
+
+    def __init__(self, what: str, *, fix: str = "", **more: str):
+        super().__init__(what, fix=fix or "leave strict=True out: the sequential graph does the same; or write that part otherwise", **more)
 
 
 class SplitMismatch(DynaFlowError):

@@ -76,3 +76,27 @@ def test_a_profile_without_a_plan_says_what_to_do():
         pass
     with pytest.raises(LookupError, match="df.stats"):
         profiled.timeline
+
+
+def test_every_error_that_users_see_is_in_one_place():
+    """`dynaflow.errors` has them all, and each of them says what to do."""
+    import dynaflow.capture  # noqa: F401
+
+    def below(cls):
+        return {cls, *(leaf for child in cls.__subclasses__() for leaf in below(child))}
+
+    assert [cls for cls in below(errors.DynaFlowError) if cls.__module__ not in ("dynaflow.errors", __name__)] == []
+
+
+def test_what_cannot_be_planned_says_what_to_do():
+    def reads_back(x):
+        y = torch.tanh(x)
+        torch._assert_async(y.sum() < 1e9)
+        return y
+
+    with torch.no_grad():
+        with pytest.raises(errors.Unplannable, match="reads a number back") as caught:
+            df.compile(reads_back, strategy=df.TwoBatch(), strict=True)(torch.randn(4, 4))
+        assert caught.value.why and caught.value.fix
+        x, fast = torch.randn(4, 4), df.compile(reads_back, strategy=df.TwoBatch())
+        assert torch.equal(fast(x), torch.tanh(x)) and df.stats(fast).fallbacks.total() == 1
