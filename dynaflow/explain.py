@@ -22,7 +22,7 @@ from dynaflow.runtime import generated
 from dynaflow.runtime.program import Bound, Copy
 from dynaflow.settings import read_settings
 from dynaflow.strategies import Sequential
-from dynaflow.verify import verify
+from dynaflow.verify import counted, verify
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Explained:
 
     def _plan(self) -> list[str]:
         plan = self.plan
-        head = f"plan       {len(plan.launches)} launches, {len(plan.streams)} streams, {len(plan.waits)} waits"
+        held = ((len(plan.launches), "launch", "es"), (len(plan.streams), "stream", "s"), (len(plan.waits), "wait", "s"))
+        head = f"plan       {', '.join(counted(*each) for each in held)}"
         if plan.context:
             head += f", where {' and '.join(plan.context)}"
         if plan.reason:

@@ -89,7 +89,7 @@ class Binder:
         self._exprs: dict[tuple[str, Part], int] = {}
         self._readers = _readers(flow)
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
-        self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
+        self._num_part_launches = sum(any(not part.is_whole for _, part in launch.calls) for launch in plan.launches)
         self.loose = frozenset(plan.loose)
         self._units: dict[tuple[str, ...], Unit] = {} if like is None else like._units
         # 1. launches

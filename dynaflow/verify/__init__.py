@@ -36,12 +36,12 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"verified: {_count(self.num_launches, 'launch', 'es')}, {_count(self.num_waits, 'wait', 's')}, "
-            f"{_count(self.num_streams, 'stream', 's')}: no race, no missing or doubled op, all joined"
+            f"verified: {counted(self.num_launches, 'launch', 'es')}, {counted(self.num_waits, 'wait', 's')}, "
+            f"{counted(self.num_streams, 'stream', 's')}: no race, no missing or doubled op, all joined"
         )
 
 
-def _count(number: int, word: str, plural: str) -> str:
+def counted(number: int, word: str, plural: str) -> str:
     return f"{number:,} {word}{plural if number != 1 else ''}"
 
 

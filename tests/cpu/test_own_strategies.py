@@ -117,6 +117,12 @@ def test_a_wrong_replacement_is_told_what_it_is_given():
         df.explain(Net(), X, Replace(3), partition=PARTITION)
 
 
+def test_a_launch_of_several_ops_on_a_part_counts_once():
+    fast = df.compile(Net(), strategy=Replace(fused), partition=PARTITION, strict=True)
+    fast(X)
+    assert df.stats(fast).num_part_launches == df.stats(fast).num_launches > 0
+
+
 def mixes_rows(x, *weights):
     return fused(x + x.mean(0), *weights)
 
