@@ -67,7 +67,8 @@ def check_replacement(
     given_names = [f"{v} {_describe(*g)}" for (v, _), g in zip(inputs, given)]
     fake_inputs: list[torch.Tensor] = []
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # it may hold parameters of its own
+        # It may hold parameters of its own. Tensors of inference mode do not say that they were changed.
+        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             fake_inputs += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in given]
             result = function(*fake_inputs)
     except Exception as error:

@@ -81,6 +81,17 @@ def test_rejects_a_replacement_that_changes_what_its_ops_only_read(function, val
     assert "test_own_strategies.py" in caught.value.where
 
 
+def test_so_it_does_in_inference_mode():
+    with torch.inference_mode():
+        net, y = Net(), torch.randn(6, 8)
+        weights = [net.norm.weight, net.norm.bias, net.up.weight, net.up.bias]
+        own = Replace(lambda x, *given: fused(x, *weights))
+        torch.testing.assert_close(df.compile(net, strategy=own, partition=PARTITION, strict=True)(y), net(y))
+        torch._dynamo.reset()
+        with pytest.raises(errors.ReplacementMismatch, match="in place"):
+            df.compile(net, strategy=Replace(adds_in_place), partition=PARTITION, strict=True)(y)
+
+
 def test_a_replacement_may_change_what_it_made_itself():
     net = Net()
     fast = df.compile(net, strategy=Replace(changes_its_own), partition=PARTITION, strict=True)
