@@ -12,7 +12,7 @@ as one must that reads or changes something on the host (a serving engine's atte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Callable, ContextManager, Iterable
 
@@ -27,16 +27,29 @@ MARK = "dynaflow_mark"
 UNRECORDABLE = "dynaflow_unrecordable"
 
 
-def _check(kind: str | None, recordable: bool) -> None:
+def _check(kind: str | None, recordable: bool, splittable: bool | None = None) -> None:
     if kind is not None and kind not in KINDS:
         raise OptionError(f"unknown kind {kind!r}.", fix=f"use one of {', '.join(KINDS)}")
     if not isinstance(recordable, bool):
         raise OptionError(f"recordable is {recordable!r}.", fix="recordable=False, or leave it out")
+    if splittable is not None and not isinstance(splittable, bool):
+        raise OptionError(
+            f"splittable is {splittable!r}.", fix="True vouches that rows are independent, False keeps an op whole, None looks")
 
 
-@dataclass(frozen=True)
+def _as_written(rule: Any) -> str:
+    """As the user wrote it: without what is as it is by default."""
+    first, *others = fields(rule)
+    given = getattr(rule, first.name)
+    name = repr(given) if isinstance(given, str) else getattr(given, "__name__", str(given))
+    settings = [f"{f.name}={getattr(rule, f.name)!r}" for f in others if getattr(rule, f.name) != f.default]
+    return f"{type(rule).__name__}({', '.join([name, *settings])})"
+
+
+@dataclass(frozen=True, repr=False)
 class SplitModule:
-    """Every module of a class, or whose qualified name matches a glob, is one op. The innermost match wins."""
+    """Every module of a class, or whose qualified name matches a glob, is one op. Where a rule matches a module and others inside of it,
+    it means the outermost; where several rules match, the innermost of theirs wins."""
 
     module: str | type
     kind: str | None = None
@@ -44,9 +57,14 @@ class SplitModule:
     recordable: bool = True
 
     def __post_init__(self) -> None:
-        _check(self.kind, self.recordable)
+        _check(self.kind, self.recordable, self.splittable)
         if not isinstance(self.module, (str, type)):
-            raise PartitionError(f"SplitModule takes a class or a name pattern, not {self.module!r}.", fix="SplitModule('*.mlp')")
+            kind = type(self.module).__name__
+            raise PartitionError(
+                f"SplitModule takes a class or a name pattern, not a {kind} that is made.",
+                fix=f"SplitModule('*.mlp'), or SplitModule({kind})")  # fmt: skip
+
+    __repr__ = _as_written
 
     def matches(self, name: str, cls: Any) -> bool:
         if isinstance(self.module, str):
@@ -56,7 +74,7 @@ class SplitModule:
         return isinstance(cls, type) and issubclass(cls, self.module)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SplitFunc:
     """Every call of a Python function, a torch function, a torch op (`torch.ops...`) or a collective is one op."""
 
@@ -68,9 +86,11 @@ class SplitFunc:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self.kind, self.recordable)
+        _check(self.kind, self.recordable, self.splittable)
         if not callable(self.function):
             raise PartitionError(f"SplitFunc takes a function or an op, not {self.function!r}.", fix="SplitFunc(torch.matmul)")
+
+    __repr__ = _as_written
 
 
 Rule = SplitModule | SplitFunc

@@ -27,7 +27,6 @@ from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.graphs import Recordings
 from dynaflow.runtime.program import Bound
 from dynaflow.settings import Measured
-from dynaflow.sources import Unplannable
 from dynaflow.strategies import Sequential
 from dynaflow.verify import verify_memory
 
@@ -136,7 +135,7 @@ class Bindings:
                     # what a rank runs that did not plan with this one, nobody knows: any collective may be the wrong one
                     if self.settings.strict or isinstance(error, errors.RankMissing):
                         raise
-                    is_plannable = not isinstance(error, (errors.AmbiguousBatch, Unplannable))
+                    is_plannable = not isinstance(error, (errors.AmbiguousBatch, errors.Unplannable))
                     bound = Fallback.of(error, bound=self.as_one(sizes) if is_plannable else None)
                 except Exception as error:
                     if self.settings.strict:
@@ -176,7 +175,8 @@ class Bindings:
                 f"the batch has several sizes in one call: {sorted(batch_sizes)}.", why="inputs that were one batch at capture differ now",
                 fix="pass batch={argument: dim} to df.compile")  # fmt: skip
         if batch_sizes == {1} and any(copied.is_view(self._boundary.numbers(sizes)) for copied in self.planning.built.loose_copies):
-            raise Unplannable("the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
+            raise errors.Unplannable(
+                "the batch has one row, and a copy of it is changed in place.", why="of one row, torch makes a view instead")
         return self._boundary.facts(args, next(iter(batch_sizes), self._fixed_batch or 1), self._device, tags)
 
     def _plan(self, facts: Mapping[str, Any], numbers: Mapping[str, Any]) -> Planned:

@@ -66,7 +66,7 @@ class Boundary:
 
     def facts(self, args: Sequence[Any], batch_size: int, device: torch.device, tags: Mapping[str, Any]) -> dict[str, Any]:
         """What a strategy may look at."""
-        facts: dict[str, Any] = {"batch_size": batch_size, "device": str(device), "needs_grad": False}
+        facts: dict[str, Any] = {"batch_size": batch_size, "device": device.type, "needs_grad": False}
         for i, name in self.names:
             if self.role(name) == "input":
                 facts[f"shape.{name}"] = tuple(int(d) for d in args[i].shape)

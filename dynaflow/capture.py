@@ -170,10 +170,13 @@ def compile(
     A module comes back as an object of the same class that shares everything with the original (parameters, buffers, hooks,
     attributes, state_dict) and whose calls are compiled, those of `forward` too. A function comes back as a function.
 
+    strategy      a df.Strategy, or its class, or a name: "sequential", "two_batch", "nano_batch", "branches", "prefill_decode" or
+                  "package.module:Class". "auto": never splits a batch, and has kernels side by side where that measured faster
+    partition     what an op is: df.SplitModule, df.SplitFunc and "auto", one or a list of them; or "kernels", those of Inductor
     batch         the batch dim of every tensor argument, or a mapping from argument name to dim; by default dim 0 of every
                   tensor argument that has the first one's size. Or a function that gives one of these for a call's arguments by name
     strict        raise instead of falling back to the sequential graph
-    runtime       "auto" (CUDA streams or CPU threads), "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
+    runtime       "auto" (CUDA streams or CPU threads), "cuda", "graph" (CUDA streams, recorded in one CUDA Graph per size), "threads",
                   "serial", "fake" ("fake:lazy", "fake:greedy", "fake:<seed>")
     compiler      "inductor", "eager", or "auto": Inductor on CUDA, and on the CPU where nothing else is asked for (a strategy, a
                   partition, a runtime) and there is a C++ compiler; else eager ops

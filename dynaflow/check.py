@@ -1,4 +1,4 @@
-"""`df.check`: run every op split and unsplit on random inputs, and name the first one that differs."""
+"""`df.check`: run every op split and unsplit on random inputs, and every replacement beside its ops; name the first that differs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ from typing import Any, Mapping, Sequence
 
 import torch
 
-from dynaflow.errors import OptionError, SplitMismatch
+from dynaflow.errors import OptionError, ReplacementMismatch, SplitMismatch
 from dynaflow.explain import InspectedGraph, inspected, read_inputs
-from dynaflow.ir import Op, Part, evaluate
+from dynaflow.ir import Flow, Launch, Op, Part, evaluate
+from dynaflow.runtime.binder import external_values
 from dynaflow.runtime.program import Expr
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was compared: ops that the plan splits, and the largest difference, relative to the largest value of an output."""
+    """What was compared: ops that the plan splits, replacements, and the largest difference, relative to the largest value of an output."""
 
     num_ops: int
     num_split_ops: int
+    # an op, or what a replacement stands in for
     worst_op: str
     worst_difference: float
+    # launches of a function in the place of ops
+    num_replacements: int = 0
 
     def __str__(self) -> str:
         worst = f", worst difference {self.worst_difference:.1e} at '{self.worst_op}'" if self.worst_op else ""
-        return f"checked: {self.num_split_ops} of {self.num_ops} ops split and unsplit on random inputs: same results{worst}"
+        beside = f", and {self.num_replacements} replacements beside their ops," if self.num_replacements else ""
+        return f"checked: {self.num_split_ops} of {self.num_ops} ops split and unsplit{beside} on random inputs: same results{worst}"
 
 
 def check(
     model: Any, inputs: Any, strategy: Any = "auto", *, partition: Any = "auto", batch: int | Mapping[str, int] | None = None, seed: int = 0
 ) -> Checked:
     """Plan (raising the strategy's mistakes), then test that splitting is right: each op runs over the whole batch and over the
-    plan's parts, on the same random inputs, and must agree within the dtype's tolerance. Raises SplitMismatch at the first op
-    that does not. `inputs` as in `df.explain`: floats are replaced by random ones, rows of integers are shuffled.
+    plan's parts, on the same random inputs, and must agree within the dtype's tolerance. So must each function that the plan puts in the
+    place of ops agree with those. Raises SplitMismatch at the first op that does not, ReplacementMismatch at the first function.
+    `inputs` as in `df.explain`: floats are replaced by random ones, rows of integers are shuffled.
     """
     if partition == "kernels":
         raise OptionError(
@@ -47,7 +53,7 @@ def check(
     worst = max(found, key=lambda c: c.worst_difference, default=None)
     return Checked(
         sum(c.num_ops for c in found), sum(c.num_split_ops for c in found),
-        worst.worst_op if worst else "", worst.worst_difference if worst else 0.0,
+        worst.worst_op if worst else "", worst.worst_difference if worst else 0.0, sum(c.num_replacements for c in found),
     )  # fmt: skip
 
 
@@ -74,16 +80,24 @@ class CheckedGraph(InspectedGraph):
                 if not part.is_whole:
                     parts_of.setdefault(name, []).append(part)
         values = {name: value.clone() for name, value in self.boundary.values(args).items()}
+        replacements = [Replacement(self.flow, launch) for launch in plan.launches if launch.replace]
         worst_op, worst = "", 0.0
         with torch.no_grad():
             for op in self.flow.ops:
+                for each in replacements:
+                    each.keep_inputs(op, values)
                 before = {m: values[m].clone() for m in op.mutates} if op.name in parts_of else {}
                 self._run(op, values, sizes)
                 if op.name in parts_of:
                     difference = self._compare(op, parts_of[op.name], values, before, sizes)
                     if difference >= worst:
                         worst_op, worst = op.name, difference
-        self.checked.append(Checked(len(self.flow.ops), len(parts_of), worst_op, worst))
+                for each in replacements:
+                    if each.is_over(op):
+                        difference = self._compare_replacement(each, values, sizes)
+                        if difference >= worst:
+                            worst_op, worst = each.names, difference
+        self.checked.append(Checked(len(self.flow.ops), len(parts_of), worst_op, worst, len(replacements)))
 
     def _run(self, op: Op, values: dict[str, torch.Tensor], sizes: Mapping[str, int]) -> None:  # type: ignore[override]
         unit = self.built.program.units[op.name]
@@ -111,6 +125,27 @@ class CheckedGraph(InspectedGraph):
                 worst = max(worst, difference)
         return worst
 
+    def _compare_replacement(self, one: Replacement, values: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> float:
+        def rows(name: str, part: Part, tensor: torch.Tensor) -> torch.Tensor:
+            start, stop = part.bounds(sizes[self.flow.batch[0]]) if self.flow.batch else (0, 1)
+            return self._rows(name, tensor, start, stop, sizes, {**sizes, **dict.fromkeys(self.flow.batch, stop - start)})
+
+        given = [rows(name, part, one.inputs[name]) for name, part in one.takes]
+        results = self.functions[one.launch.replace](*given)
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        changed = [(name, part, mine) for (name, part), mine in zip(one.takes, given) if name in one.changes]
+        worst = 0.0
+        for name, part, mine in [*((name, part, mine) for (name, part), mine in zip(one.gives, results)), *changed]:
+            difference, allowed = _difference(mine, rows(name, part, values[name]))
+            if not difference <= allowed:
+                raise ReplacementMismatch(
+                    f"the replacement for {one.names} gives other results than the ops.", where=one.launch.where,
+                    region=f"{name} {part}".rstrip(), why=f"relative difference {difference:.1e}, allowed {allowed:.1e}",
+                    fix="it gets the group's external inputs in order of first use, and returns its external outputs in order",
+                )  # fmt: skip
+            worst = max(worst, difference)
+        return worst
+
     def _rows(
         self, name: str, tensor: torch.Tensor, start: int, stop: int, sizes: Mapping[str, int], part_sizes: Mapping[str, int]
     ) -> torch.Tensor:
@@ -125,6 +160,32 @@ class CheckedGraph(InspectedGraph):
             return part.clone(memory_format=torch.preserve_format)
         stride = tuple(evaluate(s, part_sizes) for s in layout.expected)
         return torch.empty_strided(part.shape, stride, dtype=part.dtype, device=part.device).copy_(part)
+
+
+class Replacement:
+    """A function in the place of ops, while these run one by one: `inputs` are what it would be given."""
+
+    def __init__(self, flow: Flow, launch: Launch):
+        self.launch, self._flow = launch, flow
+        self.takes, self.gives = external_values(flow, launch)
+        self.names = ", ".join(f"{op} {part}".rstrip() for op, part in launch.calls)
+        self.changes = {value for op, _ in launch.calls for value in flow.op(op).mutates}
+        self.inputs: dict[str, torch.Tensor] = {}
+        self._left = {op for op, _ in launch.calls}
+
+    def keep_inputs(self, op: Op, values: Mapping[str, torch.Tensor]) -> None:
+        """Before its ops change them."""
+        if op.name in self._left:
+            for name, _ in self.takes:
+                if name in (*op.reads, *op.mutates) and name not in self.inputs:
+                    self.inputs[name] = values[name].clone()
+
+    def is_over(self, op: Op) -> bool:
+        """Whether the last of its ops just ran."""
+        if op.name not in self._left:
+            return False
+        self._left.remove(op.name)
+        return not self._left
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:

@@ -225,7 +225,8 @@ class _Facts(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         value = self._look(key)
         if value is None:
-            raise KeyError(key)
+            there = ", ".join(self._names()) or "none"
+            raise KeyError(f"{key!r}: this call's {self._prefix.rstrip('.')}s are {there}")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -236,12 +237,15 @@ class _Facts(Mapping[str, Any]):
         return self._look(str(key)) is not None
 
     def __iter__(self) -> Iterator[str]:
-        names = sorted(name.removeprefix(self._prefix) for name in self._facts if name.startswith(self._prefix))
-        names = [name for name in names if name != ALL]
+        names = self._names()
         self._look(ALL)  # that there were no others is a look, too
         for name in names:
             self._look(name)
         return iter(names)
+
+    def _names(self) -> list[str]:
+        names = sorted(name.removeprefix(self._prefix) for name in self._facts if name.startswith(self._prefix))
+        return [name for name in names if name != ALL]
 
     def __len__(self) -> int:
         return len(list(iter(self)))

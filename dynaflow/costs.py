@@ -45,11 +45,12 @@ Costs = Mapping[str, Cost]
 
 def check_costs(flow: Flow, costs: Costs) -> None:
     """Refuses costs that leave an op of the flow out: a missing cost is a mistake of the caller's, not a guess of ours."""
-    missing = [op.name for op in flow.ops if op.name not in costs]
+    missing = [op.name for op in flow.ops if not isinstance(costs.get(op.name), Cost)]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise OptionError(
-            f"{len(missing)} of {len(flow.ops)} ops of {flow.name} have no cost: {shown}.", fix="give a cost for every op, or none at all")
+            f"{len(missing)} of {len(flow.ops)} ops of {flow.name} have no cost: {shown}.",
+            fix="give a Cost(us, share) for every op, or none at all")  # fmt: skip
 
 
 def launch_cost(launch: Launch, costs: Costs) -> Cost:

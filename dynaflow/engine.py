@@ -41,7 +41,7 @@ from dynaflow.runtime.lanes import Run, is_profiling, part_contexts
 from dynaflow.runtime.program import Bound
 from dynaflow.runtime.ranks import announce
 from dynaflow.settings import Settings, why_uncompiled
-from dynaflow.sources import Sources, Unplannable
+from dynaflow.sources import Sources
 from dynaflow.strategies import Sequential
 from dynaflow.units import Built, build
 
@@ -152,7 +152,7 @@ class CapturedGraph:
             self._analyse(*self._captured)
         except errors.DynaFlowError as error:
             # the sequential graph is what Sequential asks for, whether a plan could be made or not
-            is_wanted = isinstance(error, Unplannable) and isinstance(settings.strategy, Sequential)
+            is_wanted = isinstance(error, errors.Unplannable) and isinstance(settings.strategy, Sequential)
             self.refusal = Fallback.of(error, is_wanted=is_wanted)
         except Exception as error:
             self.refusal = Fallback.of(our_bug(settings.name, "analysed", error))

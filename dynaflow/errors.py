@@ -4,7 +4,7 @@
       where    my_overlap.py:41   flow.execute(mlp, stream="comm")
       region   hidden, rows 0/2
       why      no path of waits orders compute#57 before comm#22
-      fix      df.synchronise(plan) adds the missing wait
+      fix      df.synchronise(flow, plan) makes the waits anew
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ from __future__ import annotations
 import linecache
 from typing import Self
 
+MAX_LINES, MAX_CHARACTERS = 12, 600
+
 
 class DynaFlowError(ValueError):
     """Base of everything that a user can get wrong. `what` is the first line; the other fields are optional."""
 
     def __init__(self, what: str, *, where: str = "", region: str = "", why: str = "", fix: str = "", picture: str = ""):
         self.what, self.where, self.region, self.why, self.fix, self.picture = what, where, region, why, fix, picture
-        lines = [what]
-        for label, text in (("where", quote(where)), ("region", region), ("why", why), ("fix", fix)):
-            if text:
-                lines.append(f"  {label:<8} {text}")
-        if picture:
-            lines.extend("  " + line for line in picture.splitlines()[:6])
-        super().__init__("\n".join(lines))
+        labelled = (("where", quote(where)), ("region", region), ("why", why), ("fix", fix))
+        below = [f"  {label:<8} {_short(text, 1)}" for label, text in labelled if text]
+        below += ["  " + line for line in picture.splitlines()[:6]]
+        super().__init__("\n".join([_short(what, MAX_LINES - len(below)), *below]))
 
     def bare(self) -> Self:
         """The same without where it was raised, to be kept: a traceback keeps the frames that it goes through, and what was called with."""
         same = type(self).__new__(type(self), *self.args)
         same.__dict__.update(self.__dict__)
         return same
+
+
+def _short(text: str, num_lines: int) -> str:
+    """Others' messages, and what a user's objects say of themselves, may be long."""
+    lines = text.splitlines() or [""]
+    short = "\n".join(line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} ..." for line in lines[:num_lines])
+    return short if len(lines) <= num_lines else f"{short} ..."
 
 
 def quote(where: str) -> str:
@@ -120,6 +126,13 @@ class OptionError(DynaFlowError):
 
 class PartitionError(DynaFlowError):
     """A partition rule that matches nothing, or contradicts another."""
+
+
+class Unplannable(DynaFlowError):
+    """A graph that runs, but not under a plan."""
+
+    def __init__(self, what: str, *, fix: str = "", **more: str):
+        super().__init__(what, fix=fix or "leave strict=True out: the sequential graph does the same; or write that part otherwise", **more)
 
 
 class SplitMismatch(DynaFlowError):

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from dynaflow.batch_rules import Sizes
 from dynaflow.batching import Facts
-from dynaflow.sources import Sources, Unplannable
+from dynaflow.errors import Unplannable
+from dynaflow.sources import Sources
 
 _FUNCTIONAL = ("_c10d_functional.", "_c10d_functional_autograd.")
 _CUTS = {"aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"}

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from dynaflow.capture import Compiled
 from dynaflow.context import current_tags
 from dynaflow.engine import CapturedGraph
+from dynaflow.errors import OptionError
 from dynaflow.explain_kernels import InspectedRegions
 from dynaflow.ir import Flow, Plan, evaluate
 from dynaflow.memory import bind_memory
@@ -21,7 +22,7 @@ from dynaflow.runtime import generated
 from dynaflow.runtime.program import Bound, Copy
 from dynaflow.settings import read_settings
 from dynaflow.strategies import Sequential
-from dynaflow.verify import verify
+from dynaflow.verify import counted, verify
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,14 @@ class Explained:
 
     def _plan(self) -> list[str]:
         plan = self.plan
-        head = f"plan       {len(plan.launches)} launches, {len(plan.streams)} streams, {len(plan.waits)} waits"
+        held = ((len(plan.launches), "launch", "es"), (len(plan.streams), "stream", "s"), (len(plan.waits), "wait", "s"))
+        head = f"plan       {', '.join(counted(*each) for each in held)}"
         if plan.context:
             head += f", where {' and '.join(plan.context)}"
         if plan.reason:
             return [f"plan       sequential: {plan.reason}"]
         rows = [f"rows       {i}/{len(plan.rows)} has {'the rest' if n == '-1' else n}" for i, n in enumerate(plan.rows)]
-        return [head, *rows, plan.grid()]
+        return [head, *rows, plan.grid().rstrip()]
 
     def _units(self) -> list[str]:
         if self.compiler == "eager":
@@ -174,6 +176,8 @@ class InspectedGraph(CapturedGraph):
         self._ensure_analysed()
         self.settings.graphs.append(self)
         self.explained: list[Explained] = []
+        # what the strategy's plan puts in the place of ops
+        self.functions: Mapping[str, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         self.settings.count_call()
@@ -195,6 +199,7 @@ class InspectedGraph(CapturedGraph):
         facts = self.boundary.facts(args, batch_size, self.device, current_tags())
         planned = self.planning.plan(facts, sizes)
         planned.raise_error()
+        self.functions = planned.binder.program.functions if planned.binder is not None else {}
         reference = finish_plan(self.flow, sequential_plan(self.flow, "reference"))
         bound = planned.bind(sizes, facts)
         flow = self.flow if bound is None else bound.program.flow
@@ -226,6 +231,8 @@ class InspectedGraph(CapturedGraph):
 
 def inspected(model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], graph: type[CapturedGraph], **options: Any) -> list[Any]:
     """Call `model` once with every captured graph made by `graph`; the graphs in order of capture."""
+    if not callable(model):
+        raise OptionError(f"{model!r} cannot be called.", fix="give a module or a function, then its inputs: df.explain(model, inputs)")
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
     settings = read_settings(name=name, strict=graph is not InspectedRegions, **options)
     args, kwargs = inputs

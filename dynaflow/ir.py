@@ -19,6 +19,8 @@ from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, Iterable, Mapping, NamedTuple
 
+from dynaflow.errors import OptionError
+
 KINDS = ("compute", "memory", "network", "copy")
 
 # The stream that the caller's own work is on. It exists in every plan: steps start after it, and it continues after them.
@@ -385,6 +387,8 @@ class Plan:
     def parse(source: str) -> Plan:
         from dynaflow import text
 
+        if not isinstance(source, str):
+            raise OptionError(f"Plan.parse reads text, not a {type(source).__name__}.", fix="Plan.load(path) reads a file")
         return text.parse_plan(source)
 
     def save(self, path: Any) -> None:
@@ -404,7 +408,17 @@ class Plan:
     def diff(self, other: Plan) -> str:
         from dynaflow.view.diff import diff
 
+        if not isinstance(other, Plan):
+            raise OptionError(f"Plan.diff got a {type(other).__name__}.", fix="Plan.parse(text) makes a plan of a text")
         return diff(self, other)
+
+
+def check_kinds(call: str, flow: Any, plan: Any) -> None:
+    """Who is given a plan and its flow says so where one is something else, or stands in the other's place."""
+    if not (isinstance(flow, Flow) and isinstance(plan, Plan)):
+        raise OptionError(
+            f"{call}: the flow is a {type(flow).__name__}, and the plan is a {type(plan).__name__}.",
+            fix="give them in this order; df.explain(...) has .flow and .plan, df.Plan.parse(text) makes a plan of a text")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- sizes

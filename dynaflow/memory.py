@@ -21,14 +21,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Mapping, Sequence
 
-from dynaflow.ir import WHOLE, Flow, Launch, Part, Plan, covers, evaluate, overlap
+from dynaflow.ir import WHOLE, Flow, Launch, Part, Plan, check_kinds, covers, evaluate, overlap
 from dynaflow.sync import clocks
 
 ALIGNMENT = 512  # bytes; what CUDA's own allocator gives
 
 
 def place(flow: Flow, plan: Plan, loose: frozenset[str] = frozenset()) -> Plan:
-    """`loose`: values that their op allocates; those that may be loose get no slot, the others are as all."""
+    """The plan with slots: values that are never alive at the same time share memory. Slots that it had are made anew.
+
+    `loose`: values that their op allocates; those that may be loose get no slot, the others are as all.
+    """
+    check_kinds("df.place(flow, plan)", flow, plan)
     nominal = flow.nominal_sizes
     loose = loose & can_be_loose(flow, plan) if loose else loose
 

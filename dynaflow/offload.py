@@ -53,7 +53,8 @@ def offload(model: nn.Module, device: str | torch.device, *, min_bytes: int = MI
     """Keep the large weights of `model` on the host and move the rest to `device`. Changes the model and returns it.
 
     Weights of embeddings stay on the device: of these, a few rows are used. Weights that modules share are fetched by each of them.
-    For inference: a weight that needs a gradient is refused; so is one that wraps others (a DTensor). `onload(model)` is the way back.
+    For inference: a weight that needs a gradient is refused; so is one that wraps others (a DTensor). The way back is
+    `onload(model, device)`.
     """
     target = torch.device(device)
     if any(isinstance(module, _Fetched) for module in model.modules()):

@@ -129,7 +129,8 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: Sequence[Rule], is_auto: bo
                 keys[node] = keys[nodes[position - 1]]
             else:
                 run += 1
-                called_as = rule.name or getattr(rule.function, "__name__", str(rule.function)).split(".")[0]
+                function = getattr(rule.function, "_opoverload", rule.function)  # what torch.library.custom_op returns
+                called_as = rule.name or getattr(function, "__name__", str(function)).split(".")[0]
                 name = f"{module}.{called_as}".strip(".")
                 keys[node] = (("function", run), Group(name, [], module, rule.kind, rule.splittable, "rule"))
             last_trace[rule] = (position, frame)
@@ -146,9 +147,10 @@ def _keys(nodes: list[fx.Node], facts: Facts, rules: Sequence[Rule], is_auto: bo
             keys[node] = (("rest",), Group(module or node.name, [], module, None, None, "rest"))
     for unmatched in rules:
         if unmatched not in matched:
-            known = sorted({n for node in nodes for n, _ in module_path(node) if n})[:6]
+            known = sorted({n for node in nodes for n, _ in module_path(node) if n})
+            told = [*known[:6], *([f"{len(known) - 6} more"] if len(known) > 6 else [])]
             raise PartitionError(
-                f"{unmatched} matches nothing in the captured graph.", why=f"modules there: {', '.join(known) or 'none'} ...",
+                f"{unmatched} matches nothing in the captured graph.", why=f"modules there: {', '.join(told) or 'none'}",
                 fix="print df.explain(model, inputs) for the names; functions must be called in the forward pass")  # fmt: skip
     return keys
 

@@ -14,7 +14,6 @@ from dynaflow.memory import place
 from dynaflow.planner import CONSTANT_BATCH
 from dynaflow.runtime.binder import Binder
 from dynaflow.runtime.program import Bound
-from dynaflow.sources import Unplannable
 from dynaflow.sync import synchronise
 from dynaflow.verify import verify
 
@@ -79,10 +78,10 @@ class Fallback:
         return cls(str(error), error.bare(), **more)
 
 
-def our_bug(name: str, what: str, error: Exception) -> Unplannable:
+def our_bug(name: str, what: str, error: Exception) -> errors.Unplannable:
     """A graph of `name` could not be analysed, or planned, for no reason that we know: said with its traceback."""
     log.exception("dynaflow: a graph of %s could not be %s", name, what)
-    found = Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
+    found = errors.Unplannable(f"the graph could not be {what}: {type(error).__name__}: {error}", fix="report this: it is our bug")
     found.__cause__ = error
     return found
 

@@ -15,17 +15,17 @@ import re
 import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from fractions import Fraction
 from functools import cached_property, partial
-from itertools import accumulate
-from math import lcm
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, Callable, Iterable, Sequence
 
 from dynaflow import errors
 from dynaflow.context import Context
 from dynaflow.costs import Cost, Costs, check_costs, heights_us
-from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, covers, equal_parts, evaluate, tiles
+from dynaflow.cuts import parts_of, rows_by_tag
+from dynaflow.ir import CALLER, WHOLE, Flow, Launch, Op, Part, Plan, Stream, covers, evaluate
 from dynaflow.text import NAME
 
 # why a plan that splits the batch is none
@@ -108,7 +108,8 @@ class Planner:
         # how ops are cut: by the rows that tags give; or, as one way among these, by shares of the batch: ()
         self._ways: dict[tuple[str, ...], None] = {}
         self._streams: dict[str, Stream] = {}
-        self._declared: set[str] = set()
+        # where each was declared
+        self.declared_at: dict[str, str] = {}
         self._launches: list[Launch] = []
         self._reason: str | None = None
         self._handles: list[ReadyOp] = []
@@ -118,6 +119,7 @@ class Planner:
         self._done: bytearray = bytearray()
         self._idle_looks = 0
         self._lines: dict[tuple[str, int], str] = {}
+        self._strategy_line = ""
 
     # -- 1. what the strategy declares
 
@@ -137,9 +139,9 @@ class Planner:
             raise errors.SplitTooLate(
                 "flow.split was called after the ready ops were looked at.", where=where,
                 fix="split first, then get_ready_ops and execute")  # fmt: skip
-        parts = self._parts(into, where)
+        parts = parts_of(into, self.context, where)
         if len(parts) > 1:
-            self._ways[self._rows_by_tag(into)] = None
+            self._ways[rows_by_tag(into)] = None
         if len(self._ways) > 1:
             raise errors.StrategyError(
                 f"flow.split({into!r}) cuts in another way than a split before it.", where=where,
@@ -169,7 +171,11 @@ class Planner:
 
     def sequential(self, reason: str) -> None:
         """Give up: run the graph as it is, and say why."""
-        self._reason = reason
+        if not isinstance(reason, str) or not reason.strip():
+            raise errors.StrategyError(
+                f"flow.sequential({reason!r}) gives no reason.", where=self._where(sys._getframe(1)),
+                why="it stands in the plan, the log and df.stats", fix='say it: flow.sequential("batch too small to split")')  # fmt: skip
+        self._reason = " ".join(reason.split())
 
     def cost_of(self, op: Op) -> Cost | None:
         """What an op takes over the whole batch, where known."""
@@ -202,8 +208,14 @@ class Planner:
             self._make_items()
         if name not in self.flow.index:
             raise self._unknown(name, self._where(sys._getframe(1)))
-        first, parts = self._first_item[name], self._parts_for(self.flow.op(name))
-        return self._handles[first + (parts.index(part) if isinstance(part, Part) else part)]
+        parts = self._parts_for(self.flow.op(name))
+        number = parts.index(part) if isinstance(part, Part) and part in parts else part
+        if not isinstance(number, int) or not 0 <= number < len(parts):
+            raise errors.UnknownOp(
+                f"'{name}' has no part {part}.", where=self._where(sys._getframe(1)),
+                why=f"its parts are {', '.join(map(str, parts))}" if len(parts) > 1 else "it runs once, over the whole batch",
+                fix="give an index from 0, or the part of another ready op")  # fmt: skip
+        return self._handles[self._first_item[name] + number]
 
     def _parts_for(self, op: Op) -> tuple[Part, ...]:
         return (WHOLE,) if op.unsplittable else self._parts_of.get(op.name, self._default_parts)
@@ -279,18 +291,16 @@ class Planner:
         its memory is that of what those used.
         """
         where = self._where(sys._getframe(1))
-        if stream not in self._streams:
+        if not isinstance(stream, str) or stream not in self._streams:
             self._declare(stream, 0, None, where, is_use=True)
         if type(ready) is ReadyOp and replace is None:
             self._finish(ready, (ready,), where)
             self._launches.append(Launch(((ready.name, ready.part),), stream, "", where, self._numbers(after, where) if after else ()))
             return
-        group = (ready,) if isinstance(ready, ReadyOp) else tuple(ready)
-        for item in group:
-            if not isinstance(item, ReadyOp):
-                raise errors.UnknownOp(
-                    f"flow.execute got {item!r}, which is no ready op.", where=where,
-                    fix="pass what flow.get_ready_ops() returned")  # fmt: skip
+        group = self._items(ready, where)
+        if replace is not None and not callable(replace):
+            raise errors.ReplacementMismatch(
+                f"replace={replace!r} is no function.", where=where, fix="give a function of the group's external inputs")
         if not group:
             raise errors.UnknownOp("flow.execute got an empty list.", where=where, fix="pass at least one ready op")
         if replace is not None:
@@ -307,11 +317,24 @@ class Planner:
             self._finish(item, group, where)
         self._launches.append(Launch(((group[0].name, part),), stream, "", where, self._numbers(after, where)))
 
-    def _numbers(self, after: Sequence[ReadyOp], where: str) -> tuple[int, ...]:
-        for item in after:
+    @staticmethod
+    def _items(given: Any, where: str) -> tuple[ReadyOp, ...]:
+        """One ready op, or several."""
+        group = (given,) if isinstance(given, (ReadyOp, Op, str)) or not isinstance(given, Iterable) else tuple(given)
+        for item in group:
+            if not isinstance(item, ReadyOp):
+                shown = f"the op '{item.name}'" if isinstance(item, Op) else repr(item)
+                raise errors.UnknownOp(
+                    f"flow.execute got {shown}, which is no ready op.", where=where,
+                    fix="pass what flow.get_ready_ops() returned, or flow.find(name, part)")  # fmt: skip
+        return group
+
+    def _numbers(self, after: ReadyOp | Sequence[ReadyOp], where: str) -> tuple[int, ...]:
+        items = self._items(after, where)
+        for item in items:
             if not item.is_executed or self._number[item._item] == len(self._launches):
                 raise errors.OpNotReady(f"'{item}' is not executed, and nothing can come after it.", where=where, fix="execute it first")
-        return tuple(sorted({self._number[item._item] for item in after}))
+        return tuple(sorted({self._number[item._item] for item in items}))
 
     def _finish(self, item: ReadyOp, group: Sequence[ReadyOp], where: str) -> None:
         i = item._item
@@ -345,7 +368,26 @@ class Planner:
         joined = Part(parts[0].lo, parts[-1].hi, first.part.of)
         return WHOLE if joined.is_whole else joined
 
-    # -- strategies inside of strategies
+    # -- strategies, also inside of strategies
+
+    def follow(self, strategy: Any) -> None:
+        """Let a strategy schedule. What it raises, and what it leaves undone, is said to be its own."""
+        code = getattr(getattr(strategy, "schedule", None), "__code__", None)
+        self._strategy_line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        if code is not None and code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+            raise errors.StrategyError(
+                f"{type(strategy).__name__}.schedule is a generator, or async: calling it runs none of it.", where=self._strategy_line,
+                fix="take yield and async out of it: flow.execute is what launches")  # fmt: skip
+        try:
+            strategy.schedule(self)
+        except errors.DynaFlowError:
+            raise
+        except Exception as error:
+            raise errors.StrategyRaised(
+                f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}",
+                where=_own_line(strategy, error) or self._strategy_line,
+                fix="this is the strategy's own code; df.explain(model, inputs, strategy) raises it with the full traceback",
+            ) from error  # fmt: skip
 
     def trial(self, flow: Flow | None = None, part: Part = WHOLE) -> Planner:
         """A planner of its own: for the same flow, or for some ops of it on one part. `repeat` does here what was done there."""
@@ -388,7 +430,7 @@ class Planner:
         left = [h for h in self._handles if not self._done[h._item]]
         if left:
             raise errors.OpNeverExecuted(
-                f"the strategy returned with {len(left)} of {len(self._handles)} ops left: {self._names(left)}.",
+                f"the strategy returned with {len(left)} of {len(self._handles)} ops left: {self._names(left)}.", where=self._strategy_line,
                 why=f"ready and not executed: {self._names(self._ready.values())}",
                 fix="loop until flow.get_ready_ops() is empty, or give up with flow.sequential(reason)")  # fmt: skip
         used = dict.fromkeys(launch.stream for launch in self._launches)
@@ -404,56 +446,15 @@ class Planner:
     def _rows(self) -> tuple[str, ...]:
         return next(iter(self._ways), ())
 
-    @staticmethod
-    def _rows_by_tag(into: Any) -> tuple[str, ...]:
-        is_by_tag = isinstance(into, Sequence) and any(isinstance(n, str) for n in into)
-        return tuple(map(str, into)) if is_by_tag else ()
-
-    def _parts(self, into: Any, where: str) -> tuple[Part, ...]:
-        if rows := self._rows_by_tag(into):
-            missing = [n for n in into if isinstance(n, str) and self.context.count(n) is None]
-            if missing or rows.count("-1") != 1:
-                raise errors.PartsDoNotTile(
-                    f"flow.split({into!r}) does not tile the batch.", where=where,
-                    why=f"the context has no tag {missing[0]}" if missing else "one part must be the rest",
-                    fix="name tags that the call has (df.context), and give -1 once")  # fmt: skip
-            return equal_parts(len(rows))
-        if isinstance(into, int) or not hasattr(into, "__iter__"):
-            if int(into) < 1:
-                raise errors.PartsDoNotTile(f"flow.split({into}) makes no part.", where=where, fix="split into 1 part or more")
-            return equal_parts(int(into))
-        numbers = list(into)
-        if any(isinstance(n, float) for n in numbers):
-            ends = [Fraction(n).limit_denominator(10_000) for n in accumulate(numbers)]
-            if any(n <= 0 for n in numbers) or ends[-1] != 1:
-                raise errors.PartsDoNotTile(
-                    f"the shares {numbers} do not tile the batch.", where=where, why=f"they add up to {sum(numbers):g}",
-                    fix="give positive shares that add up to 1")  # fmt: skip
-            of = lcm(*(end.denominator for end in ends))
-            marks = [0, *(int(end * of) for end in ends)]
-        else:
-            of = int(self.context.batch_size)
-            if numbers and numbers[0] == 0:
-                marks = [int(n) for n in numbers]
-            else:
-                sizes = [int(n) for n in numbers]
-                if sizes.count(-1) == 1:
-                    sizes[sizes.index(-1)] = of - (sum(sizes) + 1)
-                marks = [0, *accumulate(sizes)]
-        parts = tuple(Part(a, b, of) for a, b in zip(marks, marks[1:]))
-        if not parts or not tiles(parts):
-            raise errors.PartsDoNotTile(
-                f"flow.split({into!r}) does not tile the batch of {of} rows.", where=where,
-                why=f"the parts would be {', '.join(f'[{p.lo}, {p.hi})' for p in parts)}",
-                fix="give sizes that add up to the batch size, or rising boundaries from 0 to it")  # fmt: skip
-        return parts
-
     def _select(self, ops: Any, where: str) -> list[Op]:
         if callable(ops) and not isinstance(ops, (Op, ReadyOp)):
             return [op for op in self.flow.ops if ops(op)]
-        wanted = [ops] if isinstance(ops, (str, Op, ReadyOp)) else list(ops)
+        wanted = [ops] if isinstance(ops, (str, Op, ReadyOp)) or not isinstance(ops, Iterable) else list(ops)
         found = []
         for want in wanted:
+            if not isinstance(want, (str, Op, ReadyOp)):
+                raise errors.UnknownOp(
+                    f"ops={ops!r} names no ops.", where=where, fix="give a name, a glob, several of them, or a function of the op")
             pattern = want if isinstance(want, str) else want.name
             matched = [op for op in self.flow.ops if op.name == pattern or fnmatchcase(op.name, pattern)]
             if not matched:
@@ -464,20 +465,25 @@ class Planner:
     def _declare(self, name: str, priority: int, sms: int | None, where: str, is_use: bool = False) -> str:
         if not isinstance(name, str) or NAME.fullmatch(name) is None:
             raise errors.StreamConflict(f"{name!r} is no name for a stream.", where=where, fix="use a word without spaces, such as 'comm'")
+        if type(priority) is not int or sms is not None and (type(sms) is not int or sms < 1):
+            wrong = f"priority={priority!r}" if type(priority) is not int else f"sms={sms!r}"
+            raise errors.StreamConflict(
+                f"stream '{name}' cannot have {wrong}.", where=where,
+                fix="priority is a whole number, lower ones run first; sms is how many SMs it gets for itself, 1 or more")  # fmt: skip
         new, old = Stream(name, priority, sms), self._streams.get(name)
         if name == CALLER and not is_use:
             raise errors.StreamConflict(
                 f"'{CALLER}' is the caller's own stream and cannot be declared.", where=where, fix="choose another name")
-        if old is not None and name in self._declared and old != new:
+        if old is not None and name in self.declared_at and old != new:
             raise errors.StreamConflict(
                 f"stream '{name}' is declared twice with different settings.", where=where,
-                why=f"first {old}, now {new}", fix="declare it once")  # fmt: skip
-        if old is not None and name not in self._declared and old != new:
+                why=f"first {_settings(old)}, now {_settings(new)}", fix="declare it once")  # fmt: skip
+        if old is not None and name not in self.declared_at and old != new:
             raise errors.StreamConflict(
                 f"stream '{name}' is declared after its first use.", where=where,
                 why="its launches already assume the default settings", fix="declare streams before executing on them")  # fmt: skip
         if not is_use:
-            self._declared.add(name)
+            self.declared_at.setdefault(name, where)
         self._streams[name] = new
         return name
 
@@ -518,6 +524,18 @@ class Planner:
         return text
 
 
+def _own_line(strategy: Any, error: Exception) -> str:
+    """The last line of the strategy's own code that the error went through: what it called, torch or us, is not where to look."""
+    functions = [getattr(strategy, "schedule", None), *(f for cls in type(strategy).__mro__ for f in vars(cls).values())]
+    files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    return next((f"{path}:{number}" for path, number in reversed(lines) if path in files), "")
+
+
+def _settings(stream: Stream) -> str:
+    return f"priority={stream.priority}" + (f" sms={stream.sms}" if stream.sms is not None else "")
+
+
 def _qualified_name(function: Any) -> str:
     """`strategies.mine.fused`; of a functools.partial `strategies.mine.scale(2;by=3)`. The same in every process."""
     if isinstance(function, partial):
@@ -545,17 +563,5 @@ def plan(flow: Flow, strategy: Any, context: Context | None = None, **options: A
 
 def run_strategy(flow: Flow, strategy: Any, context: Context, **options: Any) -> Planner:
     planner = Planner(flow, context, **options)
-    try:
-        strategy.schedule(planner)
-    except errors.DynaFlowError:
-        raise
-    except Exception as error:
-        tb = error.__traceback__
-        while tb is not None and tb.tb_next is not None:
-            tb = tb.tb_next
-        where = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}" if tb is not None else ""
-        raise errors.StrategyRaised(
-            f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}", where=where,
-            fix="this is the strategy's own code; df.explain(model, inputs, strategy) raises it with the full traceback",
-        ) from error  # fmt: skip
+    planner.follow(strategy)
     return planner

@@ -30,6 +30,7 @@ from dynaflow.runtime.ranks import agree
 from dynaflow.runtime.sm_shares import check_shares
 from dynaflow.settings import Settings
 from dynaflow.units import Built
+from dynaflow.verify import counted
 
 log = logging.getLogger("dynaflow")
 
@@ -93,11 +94,13 @@ class Planning:
         self.settings.count(plans=1)
         if plan.reason:
             return Planned(plan, context.looks, None, chosen=tuple(chosen)), planner.num_options
-        check_shares(plan.streams, self.device)
+        check_shares(plan.streams, self.device, planner.declared_at)
         binder = self.finish(plan, planner.functions, sizes, planner.flow)
         plan = binder.plan
-        log.info("planned %s: %d launches on %d streams in %.1f ms | %d waits | %d slots | verified", self.flow.label, len(plan.launches),
-                 len(plan.streams), (time.perf_counter() - began) * 1e3, len(plan.waits), len({s for _, s in plan.slots}))  # fmt: skip
+        made = (counted(len(plan.launches), "launch", "es"), counted(len(plan.streams), "stream", "s"),
+                counted(len(plan.waits), "wait", "s"), counted(len({s for _, s in plan.slots}), "slot", "s"))  # fmt: skip
+        elapsed_ms = (time.perf_counter() - began) * 1e3
+        log.info("planned %s: %s on %s in %.1f ms | %s | %s | verified", self.flow.label, *made[:2], elapsed_ms, *made[2:])
         return Planned(plan, context.looks, binder, chosen=tuple(chosen)), planner.num_options
 
     def finish(self, plan: Plan, functions: Mapping[str, Any], sizes: Mapping[str, Any], flow: Flow) -> Binder:

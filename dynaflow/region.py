@@ -271,7 +271,7 @@ class Case:
     def _asked(self, args: Sequence[Any]) -> Plan:
         """The strategy's own plan. It sees no batch: kernels are made for all of it."""
         assert self.kernels is not None
-        facts = {"batch_size": 1, "device": str(device_of(args)), "needs_grad": False, **{f"tag.{k}": v for k, v in current_tags().items()}}
+        facts = {"batch_size": 1, "device": device_of(args).type, "needs_grad": False, **{f"tag.{k}": v for k, v in current_tags().items()}}
         planner = run_strategy(self.kernels.flow, self.region.settings.strategy, Context(facts))
         return finish_plan(self.kernels.flow, planner.finish(), None, self.kernels.allocated)
 

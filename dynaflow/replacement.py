@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from dynaflow.errors import ReplacementMismatch
 from dynaflow.ir import Flow, Launch, Part, evaluate
-from dynaflow.runtime.binder import external_values
+from dynaflow.runtime.binder import changed_in_place, external_values
 from dynaflow.runtime.compose import compose
 from dynaflow.runtime.program import Expr, Program, Unit
 
@@ -64,20 +64,30 @@ def check_replacement(
     names = ", ".join(f"{op} {part}".rstrip() for op, part in calls)
     given = [_rows(fakes[v], flow.value[v].axis, part) for v, part in inputs]
     wanted = [_describe(*_rows(fakes[v], flow.value[v].axis, part)) for v, part in outputs]
+    given_names = [f"{v} {_describe(*g)}" for (v, _), g in zip(inputs, given)]
+    fake_inputs: list[torch.Tensor] = []
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # it may hold parameters of its own
-            result = function(*[torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in given])
+        # It may hold parameters of its own. Tensors of inference mode do not say that they were changed.
+        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            fake_inputs += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in given]
+            result = function(*fake_inputs)
     except Exception as error:
         raise ReplacementMismatch(
             f"the replacement for {names} raised {type(error).__name__}: {error}", where=where,
-            why=f"it was called with {', '.join(_describe(*g) for g in given)}",
+            why=f"it was called with {_few(given_names)}",
             fix="it gets the group's external inputs in order of first use") from error  # fmt: skip
+    may_change = {flow.value[v].storage for name, _ in calls for v in changed_in_place(flow, name)}
+    for fake, (value, _) in zip(fake_inputs, inputs):
+        if fake._version and flow.value[value].storage not in may_change:
+            raise ReplacementMismatch(
+                f"the replacement for {names} changes '{value}' in place.", where=where, why="the ops that it stands in for only read it",
+                fix="compute on a copy: x + y instead of x += y")  # fmt: skip
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     got = [_describe(tuple(r.shape), r.dtype, r.device) if isinstance(r, torch.Tensor) else repr(r) for r in results]
     if got != wanted:
         raise ReplacementMismatch(
             f"the replacement for {names} returns other outputs than the ops.", where=where,
-            why=f"expected {', '.join(wanted) or 'nothing'}; got {', '.join(got) or 'nothing'}",
+            why=f"expected {_few([f'{v} {text}' for (v, _), text in zip(outputs, wanted)])}; got {_few(got)}",
             fix="return the group's external outputs, in order, with the same shapes, dtypes and devices")  # fmt: skip
 
 
@@ -86,6 +96,10 @@ def _rows(fake: torch.Tensor, axis: int | None, part: Part) -> tuple[tuple[int, 
     if axis is not None and not part.is_whole:
         shape[axis] = max(shape[axis] * (part.hi - part.lo) // part.of, 1)
     return tuple(shape), fake.dtype, fake.device
+
+
+def _few(items: Sequence[str], most: int = 8) -> str:
+    return ", ".join([*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]) or "nothing"
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:

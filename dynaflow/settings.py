@@ -276,7 +276,7 @@ def read_settings(**options: Any) -> Settings:
     if settings.partition == "kernels" and settings.compiler == "eager":
         raise OptionError("partition='kernels' needs a compiler.", why="kernels are what Inductor makes", fix="leave compiler='eager' out")
     factor = settings.max_memory
-    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1):
+    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor >= 1):
         raise OptionError(f"max_memory={settings.max_memory!r} is no factor.", fix="give a number from 1 up, such as 1.25")
     buckets = settings.buckets
     if buckets is not None and settings.runtime != "graph":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from dynaflow.costs import Cost, Costs, launch_cost
+from dynaflow.costs import Cost, Costs, check_costs, launch_cost
 from dynaflow.ir import Flow, Launch, Plan, Record
 from dynaflow.timeline import Span, Timeline
 
@@ -95,6 +95,7 @@ class Machine(Generic[Key]):
 
 def simulate(flow: Flow, plan: Plan, costs: Costs, device: Device | None = None) -> Timeline:
     """When each launch of a synchronised plan runs, from 0 on. Spans are in the plan's order of launches."""
+    check_costs(flow, costs)
     device = device or Device()
     launches = plan.launches
     priority = {s.name: s.priority for s in plan.streams}

@@ -18,13 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from dynaflow.batching import Facts
-from dynaflow.errors import DynaFlowError
+from dynaflow.errors import Unplannable
 from dynaflow.ir import SIZE_FUNCTIONS
-
-
-class Unplannable(DynaFlowError):
-    """A graph that can run, but not under a plan. The engine falls back to the sequential graph."""
-
 
 ITEM = -1
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, Step, Wait
+from dynaflow.ir import CALLER, START, Flow, Launch, Part, Plan, Record, Step, Wait, check_kinds
 
 
 def synchronise(flow: Flow, plan: Plan) -> Plan:
+    """The plan with the fewest waits that make it right: its launches keep their order and streams, waits that it had are made anew."""
+    check_kinds("df.synchronise(flow, plan)", flow, plan)
     launches = plan.launches
     segments_of = segments(plan)
     num_segments = segments_of.count

@@ -80,7 +80,7 @@ class _Cursor:
         return PlanSyntaxError(what, line=self.number, column=self.at + 1, expected=expected, picture=picture)
 
     def skip_space(self) -> None:
-        while self.at < len(self.line) and self.line[self.at] == " ":
+        while self.at < len(self.line) and self.line[self.at] in " \t":
             self.at += 1
 
     def take(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
@@ -100,6 +100,15 @@ class _Cursor:
 
     def name(self, expected: str) -> str:
         return self.take(NAME, expected).group()
+
+    def new(self, slots: dict[str, int]) -> str:
+        """A value that has no slot yet."""
+        self.skip_space()
+        at, value = self.at, self.name("a value")
+        if value in slots:
+            self.at = at
+            raise self.fail("a value that has no slot yet")
+        return value
 
     def rest(self) -> str:
         text = self.line[self.at :].strip()
@@ -127,7 +136,8 @@ def parse_plan(source: str) -> Plan:
     loose: list[str] = []
     steps: list[Launch | Record | Wait] = []
     for number, raw in enumerate(source.splitlines(), 1):
-        line = raw.split("#", 1)[0].rstrip()
+        # (a reason and what a strategy read are text, to the end of the line)
+        line = (raw if raw.split(maxsplit=1)[:1] in (["sequential"], ["context"]) else raw.split("#", 1)[0]).rstrip()
         if not line.strip():
             continue
         cursor = _Cursor(line, number)
@@ -149,9 +159,9 @@ def parse_plan(source: str) -> Plan:
             streams.append(_stream(cursor))
         elif word == "slot":
             slot = int(cursor.take(_NUMBER, "a slot number").group())
-            slots[cursor.name("a value")] = slot
+            slots[cursor.new(slots)] = slot
             while cursor.at < len(line):
-                slots[cursor.name("a value")] = slot
+                slots[cursor.new(slots)] = slot
         elif word == "loose":
             loose.append(cursor.name("a value"))
             while cursor.at < len(line):

@@ -75,8 +75,13 @@ class Timeline:
         picture([self], path)
 
     def __str__(self) -> str:
-        lanes = [f"{s} busy {self.busy_us(s) / 1e3:.1f} ms ({self.hidden_share(s):.0%} beside another)" for s in self.streams]
-        return " | ".join([f"{self.title or 'timeline'}: {self.total_us / 1e3:.1f} ms", *lanes])
+        lanes = [f"{s} busy {duration(self.busy_us(s))} ({self.hidden_share(s):.0%} beside another)" for s in self.streams]
+        return " | ".join([f"{self.title or 'timeline'}: {duration(self.total_us)}", *lanes])
+
+
+def duration(us: float) -> str:
+    """As text, in the unit that leaves it digits: `3.4 us`, `62 us`, `2.3 ms`."""
+    return f"{us / 1e3:,.1f} ms" if us >= 1e3 else f"{us:.0f} us" if us >= 10 else f"{us:.1f} us"
 
 
 def _covered(intervals: Intervals, at_least: int) -> Intervals:

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynaflow.batching import Facts
 from dynaflow.copies import LooseCopy, loose_copies
-from dynaflow.errors import PartitionError
+from dynaflow.errors import PartitionError, Unplannable
 from dynaflow.ir import SIZE_FUNCTIONS, Flow, Op, Value
 from dynaflow.offload import FETCH, fetch_into
 from dynaflow.runtime.program import Expr, Layout, Program, Unit
-from dynaflow.sources import ENTER, EXIT, ITEM, Key, Sources, Unplannable, clean_name, expression, hint, leaves, symbols_in
+from dynaflow.sources import ENTER, EXIT, ITEM, Key, Sources, clean_name, expression, hint, leaves, symbols_in
 
 if TYPE_CHECKING:
     from dynaflow.partition import Group

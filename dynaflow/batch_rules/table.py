@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 
 from dynaflow.batch_rules.call import DIFFERENT_ROWS, STATE, Call, Rule, Verdict
+from dynaflow.errors import OptionError
 
 
 class Entry(NamedTuple):
@@ -34,14 +35,20 @@ def register_split_rule(op: Any, rule: Rule, *, sizes: tuple[str, ...] = (), use
         register_split_rule(torch.ops.mylib.norm, rowwise)
         register_split_rule(torch.ops.mylib.attend, lambda call: call.axis(call["query"]))
 
-    `op` is an overload, all overloads (`torch.ops.mylib.norm`), or a higher-order op. `rule(call)` returns the batch axis of
-    the outputs or a reason to refuse; `sizes` names the arguments that are sizes. An accepting rule also promises that
-    whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
+    `op` is an overload, all overloads (`torch.ops.mylib.norm`), what `torch.library.custom_op` made, or a higher-order op. `rule(call)`
+    returns the batch axis of the outputs or a reason to refuse; `sizes` names the arguments that are sizes. An accepting rule also
+    promises that whatever the op writes may be written part by part: in any order of parts, but never two parts at once.
 
     `uses(call)` names state that the op reads or changes and that is no argument of it (a serving engine's KV cache of one layer).
     Who uses the same state keeps program order, and parts of one op run in the order of their rows, unless a call says that they touch
     nothing in common (the tag `apart`). The name `group:<name>` is that of a process group: its users run in one order on all ranks.
     """
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
+        raise OptionError(
+            f"register_split_rule got {op!r}, which is no op.", fix="give torch.ops.mylib.norm, or what torch.library.custom_op made")
+    if not callable(rule):
+        raise OptionError(f"register_split_rule got {rule!r} as its rule.", fix="give df.rowwise, or a function of the call")
     _users[_key(op)] = Entry(rule, frozenset(sizes), True, uses)
 
 

@@ -89,7 +89,7 @@ class Binder:
         self._exprs: dict[tuple[str, Part], int] = {}
         self._readers = _readers(flow)
         stream_index = {CALLER: 0, **{s.name: i for i, s in enumerate(plan.streams, 1)}}
-        self._num_part_launches = sum(not part.is_whole for launch in plan.launches for _, part in launch.calls)
+        self._num_part_launches = sum(any(not part.is_whole for _, part in launch.calls) for launch in plan.launches)
         self.loose = frozenset(plan.loose)
         self._units: dict[tuple[str, ...], Unit] = {} if like is None else like._units
         # 1. launches
@@ -142,7 +142,7 @@ class Binder:
             for v in flow.op(launch.calls[0][0]).writes:
                 if v in self.loose and v in unit.args:
                     raise _not_loose(launch, launch.calls[0][0], v)
-        storages = {flow.value[v].storage for op, _ in launch.calls for v in _changed(flow, op)}
+        storages = {flow.value[v].storage for op, _ in launch.calls for v in changed_in_place(flow, op)}
         changed = tuple(a.view for a, name in zip(args, unit.args) if isinstance(name, str) and flow.value[name].storage in storages)
         outs = tuple(self._view(v, part) for v in unit.outs)
         in_pieces = tuple(i for i, v in zip(outs, unit.outs) if all(v not in flow.op(op).writes for op, _ in launch.calls))
@@ -452,7 +452,7 @@ def _not_loose(launch: Launch, op: str, value: str) -> errors.MalformedPlan:
         fix="take it off the 'loose' line; df.place(flow, plan) gives the slots")  # fmt: skip
 
 
-def _changed(flow: Flow, name: str) -> list[str]:
+def changed_in_place(flow: Flow, name: str) -> list[str]:
     """What an op changes in the memory where it lies: what it mutates, and the homes of pieces that it writes."""
     op = flow.op(name)
     return [*map(flow.home, op.mutates), *(home for v in op.writes if (home := flow.value[v].home))]

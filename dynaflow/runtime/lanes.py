@@ -36,7 +36,9 @@ class Profile:
     @property
     def timeline(self) -> Timeline:
         if not self.timelines:
-            raise LookupError("no plan ran inside df.profile()")
+            raise LookupError(
+                "no plan ran inside df.profile(): call what df.compile returned there, without gradients; where it fell back, "
+                "df.stats(fast).fallbacks says why")  # fmt: skip
         return self.timelines[-1]
 
 

@@ -8,7 +8,8 @@ contexts are disjoint, so the split is made through the driver (package `cuda-bi
 from __future__ import annotations
 
 import threading
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Mapping
 
 import torch
 
@@ -21,21 +22,24 @@ _keep: list[Any] = []  # green contexts live as long as their streams: for ever
 _lock = threading.Lock()
 
 
-def check_shares(streams: tuple[Stream, ...], device: torch.device) -> None:
-    """Raise OptionError, before anything is launched, where the shares cannot be given."""
+def check_shares(streams: tuple[Stream, ...], device: torch.device, declared_at: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise OptionError, before anything is launched, where the shares cannot be given. `declared_at`: lines of the strategy, by stream."""
     wanted = [s for s in streams if s.sms is not None]
     if not wanted:
         return
     names = ", ".join(f"'{s.name}' {s.sms}" for s in wanted)
+    where = declared_at.get(wanted[0].name, "")
     if device.type != "cuda":
-        raise OptionError(f"SMs are asked for ({names}), but the model runs on the {device.type}.", fix="leave sms out of flow.stream")
+        raise OptionError(
+            f"SMs are asked for ({names}), but the model runs on the {device.type}.", where=where,
+            fix="leave sms out of flow.stream, or ask where flow.context.device is 'cuda'")  # fmt: skip
     total = torch.cuda.get_device_properties(device).multi_processor_count
     asked = sum(s.sms or 0 for s in wanted)
     has_others = len(wanted) < len(streams)
     if any((s.sms or 0) < 1 for s in wanted) or asked > total or (has_others and asked >= total):
         raise OptionError(
-            f"the shares ({names}) do not fit into {total} SMs.", why="other streams of the plan need SMs too" if has_others else "",
-            fix="ask for fewer")  # fmt: skip
+            f"the shares ({names}) do not fit into {total} SMs.", where=where,
+            why="other streams of the plan need SMs too" if has_others else "", fix="ask for fewer")  # fmt: skip
     split_streams(streams, device)
 
 

@@ -29,10 +29,10 @@ class Mixed(Strategy):
 
     def schedule(self, flow: Planner) -> None:
         trial = flow.trial()
-        self.outer.schedule(trial)
+        trial.follow(self.outer)
         outer = trial.finish()
         if outer.reason:
-            return self.inner.schedule(flow)
+            return flow.follow(self.inner)
         flow.split_as(trial)
         for stream in outer.streams:
             flow.stream(stream.name, priority=stream.priority, sms=stream.sms)
@@ -47,7 +47,7 @@ class Mixed(Strategy):
             names = {launch.calls[0][0] for launch in stretch}
             ops = tuple(replace(op, unsplittable="") for op in flow.ops if op.name in names)
             inside = flow.trial(replace(flow.flow, ops=ops, name=f"{flow.flow.name}.stretch"), part)
-            self.inner.schedule(inside)
+            inside.follow(self.inner)
             inner = inside.finish()
             if any(part != WHOLE for launch in inner.launches for _, part in launch.calls):
                 raise StrategyError(

@@ -32,7 +32,7 @@ class TokenWeave(Strategy):
     def schedule(self, flow: Planner) -> None:
         rows, size = rows_of(flow.flow, self.wave), flow.context.batch_size
         can_split = can_split_network(flow) and size >= max(2 * rows, rows_of(flow.flow, self.min_tokens))
-        has_kernel = self.fused is not None or (flow.context.device or "").startswith("cuda")
+        has_kernel = self.fused is not None or flow.context.device == "cuda"
         # the one function alone may be all that pays
         is_split = can_split and flow.any_of(*(True, False)[: 1 + has_kernel])
         if is_split:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dynaflow.ir import Flow, Plan
+from dynaflow.ir import Flow, Plan, check_kinds
 from dynaflow.verify.memory import verify_memory
 from dynaflow.verify.order import check_order
 from dynaflow.verify.ranks import verify_ranks
@@ -36,17 +36,18 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"verified: {_count(self.num_launches, 'launch', 'es')}, {_count(self.num_waits, 'wait', 's')}, "
-            f"{_count(self.num_streams, 'stream', 's')}: no race, no missing or doubled op, all joined"
+            f"verified: {counted(self.num_launches, 'launch', 'es')}, {counted(self.num_waits, 'wait', 's')}, "
+            f"{counted(self.num_streams, 'stream', 's')}: no race, no missing or doubled op, all joined"
         )
 
 
-def _count(number: int, word: str, plural: str) -> str:
+def counted(number: int, word: str, plural: str) -> str:
     return f"{number:,} {word}{plural if number != 1 else ''}"
 
 
 def verify(plan: Plan, flow: Flow) -> Report:
     """Prove that the plan gives the program's result under every legal interleaving, or raise what is wrong with it."""
+    check_kinds("df.verify(plan, flow)", flow, plan)
     started = time.perf_counter()
     indexed = index(plan, flow)
     num_streams = check_order(plan, flow, indexed)

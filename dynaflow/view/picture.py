@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from dynaflow.errors import OptionError
-from dynaflow.timeline import Span, Timeline
+from dynaflow.timeline import Span, Timeline, duration
 from dynaflow.view.grid import short_names
 
 # one fill per part, in order of first use; the whole batch is grey. Dark text reads on all of them.
@@ -56,7 +56,7 @@ def picture(
     character_us = CHARACTER_INCHES / (WIDTH_INCHES * (right - left)) * longest
     colours = part_colours(timelines)
     for i, (axis, timeline) in enumerate(zip(axes, timelines)):
-        total = "" if time_label else f"{timeline.total_us / 1e3:.1f} ms"
+        total = "" if time_label else duration(timeline.total_us)
         _draw(axis, timeline, colours, character_us, subtitles[i] if i < len(subtitles) else total)
     axes[-1].set_xlim(0, longest * 1.002)
     _time_axis(axes[-1], longest, time_label)

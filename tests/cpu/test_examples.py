@@ -13,7 +13,7 @@ from dynaflow import errors
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STRATEGY_PAGES = sorted((ROOT / "docs" / "strategies").glob("*.md"))
 
 

@@ -9,7 +9,7 @@ from dynaflow.context import Context
 from dynaflow.costs import Cost
 from dynaflow.ir import WHOLE, Launch, Part, Plan, Record
 from dynaflow.planner import CONSTANT_BATCH, plan
-from dynaflow.strategies import Branches, NanoBatch, Sequential, TwoBatch
+from dynaflow.strategies import Branches, Mixed, NanoBatch, Sequential, TwoBatch
 from dynaflow.strategy import Strategy
 from dynaflow.sync import synchronise
 from tests.cpu.flows import chain, diamond, stateful
@@ -264,6 +264,50 @@ def test_rejects_parts_that_do_not_tile(into):
     assert_rejects(errors.PartsDoNotTile, lambda flow: flow.split(into))
 
 
+@pytest.mark.parametrize("into", [2.5, 0.5, None, "2", [[8, 8]], [None, -1]])
+def test_rejects_a_split_into_what_is_no_number(into):
+    error = assert_rejects(errors.PartsDoNotTile, lambda flow: flow.split(into), match="says no parts")
+    assert "split(2)" in error.fix
+
+
+@pytest.mark.parametrize("shares", [[float("nan"), 0.5], [float("inf"), 0.5], ["x", 0.5, -1]])
+def test_rejects_shares_that_are_no_numbers(shares):
+    assert_rejects(errors.PartsDoNotTile, lambda flow: flow.split(shares))
+
+
+def test_any_whole_number_is_a_number_of_parts():
+    class Two:
+        def __index__(self):
+            return 2
+
+    for into, part in ((2, "1/2"), (Two(), "1/2"), ([Two(), -1], "2:16/16")):
+        assert f"L0.a {part}" in labels(run(lambda flow: (flow.split(into), drain(flow))))
+
+
+@pytest.mark.parametrize("settings", [{"priority": "high"}, {"priority": 0.5}, {"sms": 0}, {"sms": -1}, {"sms": 0.5}, {"sms": True}])
+def test_rejects_settings_that_no_stream_has(settings):
+    error = assert_rejects(errors.StreamConflict, lambda flow: flow.stream("comm", **settings), match="cannot have")
+    assert str(next(iter(settings))) in error.what
+    made = run(lambda flow: (flow.stream("comm", priority=-1, sms=1), drain(flow, "comm")))
+    assert Plan.parse(str(made)) == made
+
+
+@pytest.mark.parametrize("reason", ["", "  ", None, 3])
+def test_rejects_giving_up_without_a_reason(reason):
+    assert_rejects(errors.StrategyError, lambda flow: flow.sequential(reason), match="gives no reason")
+    assert run(lambda flow: flow.sequential("not\n today")).reason == "not today"
+
+
+@pytest.mark.parametrize("part", [-1, 2, 0.0, Part(0, 1, 3)])
+def test_rejects_a_part_that_an_op_does_not_have(part):
+    """Not the part of another op that lies beside it."""
+    error = assert_rejects(errors.UnknownOp, lambda flow: (flow.split(2), flow.find("L0.ar", part)), match="has no part")
+    assert error.why == "its parts are 0/2, 1/2"
+    seen = []
+    run(lambda flow: (flow.split(2), seen.extend(str(flow.find("L0.ar", part)) for part in (0, 1, Part(1, 2, 2))), drain(flow)))
+    assert seen == ["L0.ar 0/2", "L0.ar 1/2", "L0.ar 1/2"]
+
+
 def test_rejects_parts_that_are_not_adjacent():
     def body(flow):
         flow.split(3)
@@ -297,6 +341,25 @@ def test_rejects_unknown_ops():
     assert_rejects(errors.UnknownOp, lambda flow: flow.split(2, ops="nope.*"), match="nope")
     assert_rejects(errors.UnknownOp, lambda flow: flow.execute(["L0.a"]), match="no ready op")
     assert_rejects(errors.UnknownOp, lambda flow: flow.execute([]), match="empty")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute("L0.a"), match="got 'L0.a', which")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute(flow.ops[0]), match="got the op 'L0.a'")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute(None), match="got None")
+    assert_rejects(errors.UnknownOp, lambda flow: flow.split(2, ops=[3]), match="names no ops")
+
+
+def test_after_takes_one_op_as_well_as_several():
+    def body(several):
+        def schedule(flow):
+            (a,) = flow.get_ready_ops()
+            flow.execute(a)
+            (ar,) = flow.get_ready_ops()
+            flow.execute(ar, after=[a] if several else a)
+            drain(flow)
+
+        return schedule
+
+    assert [launch.after for launch in run(body(False)).launches] == [launch.after for launch in run(body(True)).launches]
+    assert_rejects(errors.UnknownOp, lambda flow: flow.execute(flow.get_ready_ops()[0], after=["L0.a"]), match="no ready op")
 
 
 def test_rejects_a_group_in_the_wrong_order():
@@ -319,6 +382,28 @@ def test_rejects_different_ops_without_a_replacement():
 
 def test_an_error_of_the_strategy_itself_names_its_line():
     error = assert_rejects(errors.StrategyRaised, lambda flow: flow.nonsense, match="AttributeError")
+    assert "test_planner.py" in error.where
+
+
+def test_an_error_behind_what_the_strategy_called_names_its_own_line():
+    """Also where it comes from us, from Python's library, or from a predicate that we call."""
+    import json
+
+    for body in (lambda flow: flow.context.tags["phase"], lambda flow: json.loads("{"), lambda flow: flow.split(2, ops=lambda op: op.nme),
+                 lambda flow: flow.execute(flow.get_ready_ops()[0], "comm", later=True)):  # fmt: skip
+        error = assert_rejects(errors.StrategyRaised, body)
+        assert "test_planner.py" in error.where, error
+
+
+def test_an_error_of_a_strategy_inside_of_another_is_its_own():
+    mixed = Mixed(schedule(drain), schedule(lambda flow: flow.nonsense))
+    with pytest.raises(errors.StrategyRaised, match="strategy Test raised AttributeError") as caught:
+        plan(chain(), mixed, Context({"batch_size": 16}))
+    assert "test_planner.py" in caught.value.where
+
+
+def test_who_forgets_ops_is_named():
+    error = assert_rejects(errors.OpNeverExecuted, lambda flow: None)
     assert "test_planner.py" in error.where
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.kernel_nets import NETS
 from dynaflow.costs import Cost, bound_us, total_work_us
+from dynaflow.errors import OptionError
 from dynaflow.ir import Launch, Plan, Record, Stream, Wait
 from dynaflow.planner import plan
 from dynaflow.simulate import Device, Machine, simulate
@@ -100,8 +101,10 @@ def test_a_plan_without_launches():
 
 def test_rejects_an_op_without_a_cost():
     flow, costs = kernels({"a": (1.0, 1.0, []), "b": (1.0, 1.0, [])})
-    with pytest.raises(KeyError, match="b"):
-        simulate(flow, planned(flow, Sequential()), {"a": costs["a"]})
+    for wrong in ({"a": costs["a"]}, {**costs, "b": 3.0}):
+        with pytest.raises(OptionError, match="1 of 2 ops of .* have no cost: b"):
+            simulate(flow, planned(flow, Sequential()), wrong)
+    assert simulate(flow, planned(flow, Sequential()), costs).total_us >= 2
 
 
 # -- for every plan

@@ -33,8 +33,8 @@ plans = st.builds(
     st.lists(st.builds(Stream, names, st.integers(-5, 5), st.one_of(st.none(), st.integers(1, 132))), max_size=4).map(tuple),
     st.lists(steps, max_size=12).map(tuple),
     st.dictionaries(names, st.integers(0, 3), max_size=6).map(lambda d: tuple(sorted(d.items(), key=lambda item: item[1]))),
-    st.lists(st.sampled_from(["batch_size >= 64", "tag.phase == 'decode'"]), max_size=2).map(tuple),
-    st.sampled_from(["", "batch too small to split"]),
+    st.lists(st.sampled_from(["batch_size >= 64", "tag.phase == 'decode'", "tag.phase == 'a # b'"]), max_size=2).map(tuple),
+    st.sampled_from(["", "batch too small to split", "see issue #3"]),
     loose=st.lists(names, max_size=4).map(tuple),
     rows=st.lists(st.one_of(names, st.integers(-1, 9).map(str)), max_size=3).map(tuple),
 )
@@ -71,6 +71,7 @@ def test_tiles_rejects_a_gap_and_an_overlap():
         ("plan f\nlaunch [a, b 0/2] 0/2 @c", 2, 19, "'@stream'"),
         ("plan f\nlaunch g[a, b] 0/2 @c", 2, 16, "'@stream'"),
         ("plan f\nlaunch [] @c", 2, 9, "an op"),
+        ("plan f\nslot 0 a:0 b:0\nslot 1 c:0 a:0", 3, 12, "a value that has no slot yet"),
         ("plan f\nloose @c", 2, 7, "a value"),
         ("plan f\nstream c priority=x", 2, 19, "a number"),
         ("plan f\nwait e0 @c extra", 2, 12, "the end of the line"),

@@ -63,3 +63,9 @@ def test_chrome_trace_reads_back(tmp_path):
 def test_str_says_what_was_hidden():
     text = str(timeline(("compute", 0, 2000), ("comm", 1000, 3000), title="two"))
     assert text == "two: 3.0 ms | compute busy 2.0 ms (50% beside another) | comm busy 2.0 ms (50% beside another)"
+
+
+def test_short_times_are_told_in_microseconds():
+    """A simulated one of a few kernels is no '0.0 ms'."""
+    text = str(timeline(("compute", 0, 62.4), ("comm", 10, 13.44), title="two"))
+    assert text == "two: 62 us | compute busy 62 us (6% beside another) | comm busy 3.4 us (100% beside another)"
