@@ -169,6 +169,10 @@ class Planner:
 
     def sequential(self, reason: str) -> None:
         """Give up: run the graph as it is, and say why."""
+        if not isinstance(reason, str) or not reason.strip():
+            raise errors.StrategyError(
+                f"flow.sequential({reason!r}) gives no reason.", where=self._where(sys._getframe(1)),
+                why="whoever runs the model is told why it is not split", fix='say it: flow.sequential("batch too small")')  # fmt: skip
         self._reason = reason
 
     def cost_of(self, op: Op) -> Cost | None:
@@ -419,13 +423,14 @@ class Planner:
                     fix="name tags that the call has (df.context), and give -1 once")  # fmt: skip
             return equal_parts(len(rows))
         if isinstance(into, int) or not hasattr(into, "__iter__"):
-            if int(into) < 1:
+            if not hasattr(into, "__index__") or int(into) < 1:
                 raise errors.PartsDoNotTile(f"flow.split({into}) makes no part.", where=where, fix="split into 1 part or more")
             return equal_parts(int(into))
         numbers = list(into)
         if any(isinstance(n, float) for n in numbers):
-            ends = [Fraction(n).limit_denominator(10_000) for n in accumulate(numbers)]
-            if any(n <= 0 for n in numbers) or ends[-1] != 1:
+            are_shares = all(0 < n <= 1 for n in numbers)
+            ends = [Fraction(n).limit_denominator(10_000) for n in accumulate(numbers)] if are_shares else []
+            if not are_shares or ends[-1] != 1:
                 raise errors.PartsDoNotTile(
                     f"the shares {numbers} do not tile the batch.", where=where, why=f"they add up to {sum(numbers):g}",
                     fix="give positive shares that add up to 1")  # fmt: skip
@@ -550,12 +555,19 @@ def run_strategy(flow: Flow, strategy: Any, context: Context, **options: Any) ->
     except errors.DynaFlowError:
         raise
     except Exception as error:
-        tb = error.__traceback__
-        while tb is not None and tb.tb_next is not None:
+        where, tb = "", error.__traceback__
+        while tb is not None:
+            if not _is_ours(tb.tb_frame):
+                where = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}"
             tb = tb.tb_next
-        where = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}" if tb is not None else ""
         raise errors.StrategyRaised(
             f"strategy {type(strategy).__name__} raised {type(error).__name__}: {error}", where=where,
             fix="this is the strategy's own code; df.explain(model, inputs, strategy) raises it with the full traceback",
         ) from error  # fmt: skip
     return planner
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """What a strategy called, not a line of its own."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("dynaflow.") and not module.startswith(("dynaflow.strategies.", "dynaflow.testing."))

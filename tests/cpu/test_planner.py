@@ -259,7 +259,7 @@ def test_rejects_names_that_are_no_stream(name):
     assert_rejects(errors.StreamConflict, lambda flow: flow.stream(name))
 
 
-@pytest.mark.parametrize("into", [[3, 5], [8, 8, 8], [0, 8, 8, 16], [0.5, 0.4], [1.5, -0.5], [0, 20], 0])
+@pytest.mark.parametrize("into", [[3, 5], [8, 8, 8], [0, 8, 8, 16], [0.5, 0.4], [1.5, -0.5], [0, 20], 0, 2.5, None, [float("nan"), 0.5]])
 def test_rejects_parts_that_do_not_tile(into):
     assert_rejects(errors.PartsDoNotTile, lambda flow: flow.split(into))
 
@@ -319,6 +319,21 @@ def test_rejects_different_ops_without_a_replacement():
 
 def test_an_error_of_the_strategy_itself_names_its_line():
     error = assert_rejects(errors.StrategyRaised, lambda flow: flow.nonsense, match="AttributeError")
+    assert "test_planner.py" in error.where
+
+
+@pytest.mark.parametrize("mistake", [
+    lambda flow: flow.context.tags["phase"], lambda flow: flow.context.batch_size < "8", lambda flow: flow.execute(3),
+    lambda flow: flow.split(2, ops=3),
+])  # fmt: skip
+def test_an_error_inside_of_what_it_calls_names_its_line_too(mistake):
+    """Not the engine's, which it cannot see."""
+    assert "test_planner.py" in assert_rejects(errors.StrategyRaised, mistake).where
+
+
+@pytest.mark.parametrize("reason", ["", " ", 3, None])
+def test_rejects_giving_up_without_a_reason(reason):
+    error = assert_rejects(errors.StrategyError, lambda flow: flow.sequential(reason), match="gives no reason")
     assert "test_planner.py" in error.where
 
 
