@@ -16,7 +16,7 @@ from dynaflow.strategies import (
     SingleBatch,
     TokenWeave,
     TwoBatch,
-)  # fmt: skip
+)
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.common import rows_of, stages, tokens_per_row, weight_ops
 from dynaflow.testing.notation import flow_of
