@@ -140,12 +140,12 @@ class Planning:
             plans = (planned, *planned.rivals)
             num_measured = len(plans) if self.settings.never_slower and any(each.binder is not None for each in plans) else 0
             for each in plans:
-                agree(self._graph, self.flow, each.plan, num_measured)
+                agree(self._graph, self.flow, each.plan, num_measured, str(each.error or each.plan.reason))
         except errors.RankMissing:
             raise
         except errors.RankMismatch as error:
             # On every rank, and for good: nobody plans this graph again, or waits for others to do so.
-            self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None))
+            self.plans.insert(0, Planned(sequential_plan(self.flow, str(error)), (), None, error=error))
             raise (planned.error or error) from None  # the first error is the one to show
         self.plans.append(planned)
         return planned

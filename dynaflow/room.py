@@ -78,7 +78,8 @@ class Room:
         held = self._inductors()
         self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if self._max_memory is None else self._max_memory * held
         # workspaces that there is room for, beside that of Inductor's order
-        self.num_spare = int(max(0.0, self.limit - self._sum(self._serial, frozenset())) // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
+        left = max(0.0, self.limit - self._sum(self._serial, frozenset()))
+        self.num_spare = int(left // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
 
     def held(self, bound: Bound) -> int:
         """With it, once it has run."""

@@ -14,6 +14,7 @@ import torch
 
 from dynaflow.ir import Flow, Launch, Part, Plan, Stream, evaluate
 from dynaflow.memory import Memory
+from dynaflow.runtime.ranks import uses_groups
 
 LAUNCH, RECORD, WAIT = 0, 1, 2
 
@@ -267,6 +268,11 @@ class Bound:
     num_part_launches: int
     # generated code by the form of its launches, shared by all bindings of the plan
     forms: dict[Any, Any]
+
+    @cached_property
+    def is_waited_for(self) -> bool:
+        """Whether other ranks could wait for what it does."""
+        return uses_groups(self.program.flow)
 
     @property
     def rows(self) -> list[tuple[Part, int, int]]:

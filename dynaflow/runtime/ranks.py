@@ -1,8 +1,8 @@
 """All ranks agree on the order of their collectives before the first of them is launched.
 
 1. Each rank posts its order in the store of the default process group, once per group that the flow uses. (A rank that runs the graph
-   as a whole says that.) Posts are found by the collectives that the graph calls, and numbered: ranks may capture other graphs, or the
-   same one in other shards.
+   as a whole says that.) Posts are found by the collectives that the graph calls over the group, and numbered: ranks may capture other
+   graphs, or the same one in other shards.
 2. It reads what the other ranks of these groups posted, and those of their groups, until it knows everybody whom it could wait for,
    directly or not. So all of them see the same orders, and come to the same verdict. A group whose collectives all need the whole batch,
    in the order that the graph has them, is left out: there every rank does what the graph itself does, whatever the others plan.
@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import fx
@@ -34,20 +34,19 @@ from dynaflow.verify.ranks import Collective, collectives, verify_orders
 # how long ranks wait for each other; the slowest may still be compiling
 TIME_LIMIT = timedelta(seconds=300)
 
-# (group, collectives of a graph) -> how often its ranks have agreed
+# (group, what a graph calls over it) -> how often its ranks have agreed
 _rounds: Counter[tuple[str, str]] = Counter()
 
 
-def agree(graph: fx.Graph, flow: Flow, plan: Plan, num_measured: int = 0) -> None:
+def agree(graph: fx.Graph, flow: Flow, plan: Plan, num_measured: int = 0, reason: str = "") -> None:
     """Raise RankMismatch, on every rank, unless all ranks would call the same collectives in the same order, and measure as many plans
-    against each other behind it; RankMissing where a rank did not say."""
+    against each other behind it; RankMissing where a rank did not say. `reason`: why the plan is not the strategy's, for the others."""
     if not uses_groups(flow):
         return
-    names = dict.fromkeys(name for op in flow.ops for name in _groups(op))
     order = collectives(plan, flow)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     waits = _planned_together(flow, order)
-    mine = _post(store, rank, names, _signature(flow.name, graph), order, num_measured, waits)
+    mine = _post(store, rank, _signatures(flow.name, graph, _used(flow)), order, num_measured, waits, reason)
     if not waits:
         return
     posts = _everybody(store, rank, mine, flow.name)
@@ -58,7 +57,7 @@ def agree(graph: fx.Graph, flow: Flow, plan: Plan, num_measured: int = 0) -> Non
             f"'{flow.name}' runs as a whole on rank {', '.join(map(str, whole))}, and under a plan on the others.",
             why="a plan may call collectives on parts of the batch, and each rank would wait for the other",
             fix="use one strategy on all ranks")  # fmt: skip
-    verify_orders([posts[r]["order"] for r in ranks], ranks)
+    verify_orders([posts[r]["order"] for r in ranks], ranks, [posts[r]["reason"] for r in ranks])
     odd = next((r for r in ranks if posts[r]["num_measured"] != posts[ranks[0]]["num_measured"]), None)
     if odd is not None:
         first, other = (posts[r]["num_measured"] or "none" for r in (ranks[0], odd))
@@ -69,9 +68,9 @@ def agree(graph: fx.Graph, flow: Flow, plan: Plan, num_measured: int = 0) -> Non
 
 def everybody_says(graph: fx.Graph, flow: Flow, mine: Any) -> list[Any]:
     """What each rank says that these collectives could wait for, this one included; the same list on all of them."""
-    names = dict.fromkeys(name for op in flow.ops for name in _groups(op))
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    own = _post(store, rank, names, f"{_signature(flow.name, graph)}/says", mine)
+    signatures = _signatures(flow.name, graph, _used(flow))
+    own = _post(store, rank, {name: f"{signature}/says" for name, signature in signatures.items()}, mine)
     posts = _everybody(store, rank, own, flow.name)
     return [posts[r]["order"] for r in sorted(posts)]
 
@@ -84,7 +83,7 @@ def uses_groups(flow: Flow) -> bool:
 def are_waited_for(flow: Flow) -> bool:
     """Whether all ranks that this flow could wait for plan it together. Where all collectives of a group need the whole batch, a rank of
     it may be at other sizes than the others."""
-    return {name for op in flow.ops for name in _groups(op)} == _split(flow)
+    return {*_used(flow)} == _split(flow)
 
 
 def _split(flow: Flow) -> set[str]:
@@ -97,7 +96,12 @@ def _planned_together(flow: Flow, order: list[Collective]) -> list[str]:
     split = _split(flow)
     others = [op.name for op in flow.ops if {*_groups(op)} - split]
     kept = [name for name, *_ in order if name in others] == others
-    return [name for name in dict.fromkeys(name for op in flow.ops for name in _groups(op)) if name in split or not kept]
+    return [name for name in _used(flow) if name in split or not kept]
+
+
+def _used(flow: Flow) -> list[str]:
+    """Its groups, in order of first use."""
+    return list(dict.fromkeys(name for op in flow.ops for name in _groups(op)))
 
 
 def _groups(op: Op) -> list[str]:
@@ -108,8 +112,8 @@ def announce(name: str, graph: fx.Graph) -> None:
     """This rank runs a graph with collectives as it is, without a plan. It waits for nobody; ranks with plans will read it."""
     called = _called(graph)
     if called and dist.is_available() and dist.is_initialized():
-        groups = dict.fromkeys(group for _, group in called)
-        _post(dist.distributed_c10d._get_default_store(), dist.get_rank(), groups, _signature(name, graph), None)
+        signatures = _signatures(name, graph, dict.fromkeys(group for _, group in called))
+        _post(dist.distributed_c10d._get_default_store(), dist.get_rank(), signatures, None)
 
 
 def _called(graph: fx.Graph) -> list[tuple[str, str]]:
@@ -123,9 +127,14 @@ def _called(graph: fx.Graph) -> list[tuple[str, str]]:
     return found
 
 
-def _signature(name: str, graph: fx.Graph) -> str:
-    text = json.dumps([name, [collective for collective, _ in _called(graph)]])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _signatures(name: str, graph: fx.Graph, groups: Iterable[str]) -> dict[str, str]:
+    """Group -> what its ranks know this graph by: what it calls over this group, whatever it calls over others. (Over one that it gives
+    to ops of other kinds: all that it calls.)"""
+    called, signatures = _called(graph), {}
+    for group in groups:
+        over = [collective for collective, over in called if over == group] or [collective for collective, _ in called]
+        signatures[group] = hashlib.sha256(json.dumps([name, over]).encode()).hexdigest()[:16]
+    return signatures
 
 
 def _ranks_of(name: str) -> list[int]:
@@ -133,17 +142,17 @@ def _ranks_of(name: str) -> list[int]:
 
 
 def _post(
-    store: Any, rank: int, names: Iterable[str], signature: str, order: list[Collective] | Any, num_measured: int = 0,
-    waits: Iterable[str] | None = None,
+    store: Any, rank: int, signatures: Mapping[str, str], order: list[Collective] | Any, num_measured: int = 0,
+    waits: Iterable[str] | None = None, reason: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """`order` is None for a graph that runs as a whole, or what a rank says of something else. `waits`: the groups whose ranks are waited
-    for; by default all."""
+    for; by default all. `reason`: why it has no plan of its strategy's."""
     groups = {}
-    for name in names:
+    for name, signature in signatures.items():
         _rounds[name, signature] += 1
         groups[name] = (f"{signature}/{_rounds[name, signature]}", _ranks_of(name))
     waited = {name: groups[name] for name in (groups if waits is None else waits)}
-    post = {"order": order, "num_measured": num_measured, "groups": waited}
+    post = {"order": order, "num_measured": num_measured, "groups": waited, "reason": reason}
     for name, (number, _) in groups.items():
         store.set(_key(name, number, rank), json.dumps(post))
     return post

@@ -3,6 +3,9 @@
 The workers are shared by all calls and live as long as the process, which ends them before it takes Python down. A call's
 instructions are put on all lanes at once (one lock), so that every lane sees the calls in the same order and two calls in flight
 cannot wait for each other in a circle. A call made from inside a launch runs where it is: the lanes may be waiting for that launch.
+
+A call that waits for other ranks has lanes to itself while it runs: behind another thread's call, which another rank may have begun in
+another order, both would wait for each other. They are kept for the next such call.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any, Callable, NamedTuple
@@ -24,7 +29,13 @@ from dynaflow.runtime.program import LAUNCH, RECORD, Bound, Instruction
 # how long the end of the process waits for a lane that is still at work for some other thread
 LEAVE_S = 10.0
 
-_lanes: dict[int, tuple[SimpleQueue[Any], threading.Thread]] = {}
+# stream -> its worker
+Lanes = dict[int, tuple[SimpleQueue[Any], threading.Thread]]
+
+_shared: Lanes = {}
+# those of calls that wait for other ranks, and which of them no call has now
+_own: list[Lanes] = []
+_idle: list[Lanes] = []
 _posting = threading.Lock()
 _here = threading.local()
 
@@ -46,6 +57,27 @@ def issue(bound: Bound, run: Run) -> None:
             if code == LAUNCH:
                 run.launch(what)
         return run.close()
+    with _lanes_of(bound) as lanes:
+        _issue(bound, run, lanes)
+
+
+@contextmanager
+def _lanes_of(bound: Bound) -> Iterator[Lanes]:
+    if not bound.is_waited_for:
+        yield _shared
+        return
+    with _posting:
+        if not _idle:
+            _own.append({})
+            _idle.append(_own[-1])
+        lanes = _idle.pop()
+    try:
+        yield lanes
+    finally:
+        _idle.append(lanes)
+
+
+def _issue(bound: Bound, run: Run, lanes: Lanes) -> None:
     work: list[list[Instruction]] = [[] for _ in range(len(bound.streams) + 1)]
     for instruction in bound.instructions:
         work[instruction.stream].append(instruction)
@@ -71,7 +103,7 @@ def issue(bound: Bound, run: Run) -> None:
         for event in events.values():
             event.set()
         for s in range(num_posted + 1, len(work)):  # the first of these may have been posted: following twice does no harm
-            _lane(s).put(_Work(finished[s], follow, s, ambient, copy_context()))
+            _lane(lanes, s).put(_Work(finished[s], follow, s, ambient, copy_context()))
         for done in finished[1:]:
             done.wait()
 
@@ -80,7 +112,7 @@ def issue(bound: Bound, run: Run) -> None:
     try:
         with _posting:
             for s in range(1, len(work)):
-                _lane(s).put(_Work(finished[s], follow, s, ambient, copy_context()))
+                _lane(lanes, s).put(_Work(finished[s], follow, s, ambient, copy_context()))
                 num_posted = s
         follow(0)
         for done in finished[1:]:
@@ -106,7 +138,7 @@ def side_by_side(function: Callable[[], Any]) -> None:
 
     done = threading.Event()
     with _posting:
-        _lane(1).put(_Work(done, follow, 1, Ambient(), copy_context()))
+        _lane(_shared, 1).put(_Work(done, follow, 1, Ambient(), copy_context()))
     try:
         function()
     finally:
@@ -124,13 +156,13 @@ def _in_spite_of_ctrl_c(end: Callable[[], None]) -> None:
             continue
 
 
-def _lane(s: int) -> SimpleQueue[Any]:
-    if s not in _lanes:
+def _lane(lanes: Lanes, s: int) -> SimpleQueue[Any]:
+    if s not in lanes:
         queue: SimpleQueue[Any] = SimpleQueue()
         thread = threading.Thread(target=_serve, args=(queue,), name=f"dynaflow-lane-{s}", daemon=True)
         thread.start()
-        _lanes[s] = queue, thread
-    return _lanes[s][0]
+        lanes[s] = queue, thread
+    return lanes[s][0]
 
 
 def _serve(queue: SimpleQueue[Any]) -> None:
@@ -149,8 +181,8 @@ def _leave() -> None:
     """End the lanes while Python is whole: a thread that is inside of torch when Python goes away takes the process down with it
     ("terminate called without an active exception"). So may one that sent a lane's message."""
     with _posting:
-        lanes = list(_lanes.values())
-        _lanes.clear()
+        lanes = [lane for each in (_shared, *_own) for lane in each.values()]
+        _forget()
         for queue, _ in lanes:
             queue.put(None)
     until = time.monotonic() + LEAVE_S
@@ -174,8 +206,13 @@ def _follow(work: _Work) -> None:
 def _forget_lanes() -> None:
     """A forked child has the queues but not the threads."""
     global _posting
-    _lanes.clear()
+    _forget()
     _posting = threading.Lock()
+
+
+def _forget() -> None:
+    for known in (_shared, _own, _idle):
+        known.clear()
 
 
 os.register_at_fork(after_in_child=_forget_lanes)

@@ -2,9 +2,11 @@ from bisect import insort
 from collections import Counter
 
 from dynaflow.costs import Cost
+from dynaflow.errors import OptionError
 from dynaflow.ir import CALLER
 from dynaflow.planner import Planner, ReadyOp
 from dynaflow.simulate import Device, Machine
+from dynaflow.strategies.common import at_least
 from dynaflow.strategies.confined import NOTHING, Confined
 from dynaflow.strategy import Strategy
 
@@ -38,6 +40,9 @@ class Branches(Strategy):
         self, num_streams: int = 6, prioritised: bool = False, slack: float = 0.1, device: Device | None = None,
         confined: Confined = NOTHING,
     ):  # fmt: skip
+        at_least(1, num_streams=num_streams)
+        if not isinstance(slack, (int, float)) or not 0 <= slack <= 1:
+            raise OptionError(f"slack={slack!r} is no share.", why="it is of the longest path", fix="give 0 to 1")
         self.num_streams, self.prioritised, self.slack, self.device, self.confined = num_streams, prioritised, slack, device, confined
 
     def schedule(self, flow: Planner) -> None:

@@ -29,8 +29,9 @@ class DualBatch(Strategy):
         if not can_split_network(flow):
             return flow.sequential("no network op can be split")
         least = self.min_decode_tokens if flow.context.tags.get("phase") == "decode" else self.min_tokens
-        if flow.context.batch_size < max(2, rows_of(flow.flow, least)):
-            return flow.sequential(f"fewer than {least} tokens")
+        rows = rows_of(flow.flow, least)
+        if flow.context.batch_size < max(2, rows):
+            return flow.sequential(f"fewer than {least} tokens" if rows > 1 else "a single row cannot be split")
         flow.split(2)
         comm = flow.stream("comm", priority=-1, sms=self.comm_sms)
         order = by_stage(flow, self.lead or flow.any_of(1, 2))

@@ -1,5 +1,6 @@
 from dynaflow.ir import CALLER
 from dynaflow.planner import Planner
+from dynaflow.strategies.common import at_least
 from dynaflow.strategies.confined import NOTHING, Confined
 from dynaflow.strategy import Strategy
 
@@ -12,6 +13,7 @@ class Greedy(Strategy):
     """
 
     def __init__(self, num_streams: int = 4, confined: Confined = NOTHING):
+        at_least(1, num_streams=num_streams)
         self.num_streams, self.confined = num_streams, confined
 
     def schedule(self, flow: Planner) -> None:

@@ -1,5 +1,5 @@
 from dynaflow.planner import Planner
-from dynaflow.strategies.common import by_stage
+from dynaflow.strategies.common import at_least, by_stage
 from dynaflow.strategy import Strategy
 
 
@@ -11,6 +11,8 @@ class NanoBatch(Strategy):
     """
 
     def __init__(self, num_parts: int = 4, min_batch_size: int | None = None):
+        at_least(1, num_parts=num_parts)
+        at_least(0, min_batch_size=min_batch_size)
         self.num_parts = num_parts
         self.min_batch_size = num_parts if min_batch_size is None else min_batch_size
 

@@ -36,10 +36,13 @@ class NanoFlow(Strategy):
                  min_tokens: int = 384, memory_ops: str | tuple[str, ...] | None = None, sms: Mapping[str, int] | None = None,
                  lead: int | None = None):  # fmt: skip
         at_least(0, min_tokens=min_tokens)
+        if sms is not None and not isinstance(sms, Mapping):
+            raise OptionError(f"sms={sms!r} names no streams.", fix='give sms={"network": 16}, say')
         at_least(1, lead=lead, **(sms or {}))
         for name, shares in (("compute", compute), ("memory", memory)):
-            if any(not 0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
-                why = f"they add up to {sum(shares):g}"
+            are_numbers = all(isinstance(share, (int, float)) for share in shares)
+            if not are_numbers or any(not 0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+                why = f"they add up to {sum(shares):g}" if are_numbers else "they are no numbers"
                 raise OptionError(f"{name}={shares!r} does not tile the batch.", why=why, fix="give positive shares that add up to 1")
         if unknown := sorted({*(sms or {})} - {*LANES}):
             raise OptionError(f"sms={sms!r}: there is no stream {unknown[0]!r}.", fix=f"use {', '.join(LANES)}")

@@ -1,3 +1,5 @@
+from math import inf
+
 from dynaflow.errors import OptionError
 from dynaflow.ir import evaluate
 from dynaflow.planner import Planner, ReadyOp
@@ -13,9 +15,9 @@ class Offload(Strategy):
     What is copied ahead and not yet used up never holds more than the budget.
     """
 
-    def __init__(self, budget: int):
-        if budget <= 0:
-            raise OptionError(f"budget={budget} is no number of bytes.", fix="give what fetched weights may hold at once, in bytes")
+    def __init__(self, budget: int | float):
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < inf:
+            raise OptionError(f"budget={budget!r} is no number of bytes.", fix="give what fetched weights may hold at once, in bytes")
         self.budget = budget
 
     def schedule(self, flow: Planner) -> None:

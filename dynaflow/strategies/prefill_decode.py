@@ -29,7 +29,9 @@ class PrefillDecode(Strategy):
         num_prefill = self.num_prefill if self.num_prefill is not None else flow.context.count(self.tag)
         if num_prefill is None:
             return flow.sequential(f"the context has no tag {self.tag}: where prefill ends is not known")
-        if (first := flow.context.tags.get("first", "prefill")) not in ("prefill", "decode"):
+        if (first := flow.context.tags.get("first", "prefill")) not in ("prefill", "decode", "neither"):
+            raise OptionError(f"the tag first is {first!r}.", fix='give "prefill", "decode" or "neither"')
+        if first == "neither":
             return flow.sequential("rows that prefill and rows that decode lie among each other: no one cut parts them")
         if num_prefill == 0 or flow.context.batch_size == num_prefill:
             return flow.sequential("all rows are in one phase")

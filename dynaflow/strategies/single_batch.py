@@ -23,7 +23,7 @@ class SingleBatch(Strategy):
         if self.shared is not None:
             beside &= {op.name for op in flow.ops if is_named(op.name, self.shared) or is_named(op.module, self.shared)}
         if not beside:
-            return flow.sequential("no op can run beside a network op")
+            return flow.sequential("no op can run beside a network op" + f" and is named {self.shared}" * (self.shared is not None))
         comm = flow.stream("comm", priority=-1)
         aux = "aux" if flow.context.batch_size <= rows_of(flow.flow, self.max_aux_tokens) else "compute"
         stage = stages(flow.flow)

@@ -38,7 +38,8 @@ class TokenWeave(Strategy):
         if is_split:
             flow.split([rows * (int(size) // (2 * rows)), -1])
         elif not has_kernel:
-            return flow.sequential(f"fewer than {self.min_tokens} tokens or two waves, and no fused kernel on this device")
+            small = f"fewer than {self.min_tokens} tokens or two waves" if can_split_network(flow) else "no network op can be split"
+            return flow.sequential(f"{small}, and no fused kernel on this device")
         shared = next((n for tokens, n in CTAS if size <= rows_of(flow.flow, tokens)), 64)
         # of the one pass, and of a collective's own kernel, which knows best what it needs beside compute
         num_ctas = (self.num_ctas,) * 2 if self.num_ctas else (shared, None) if is_split else (ALONE, ALONE_IN_KERNEL)

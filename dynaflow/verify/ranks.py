@@ -24,15 +24,19 @@ def verify_ranks(plans: Sequence[Plan], flows: Flow | Sequence[Flow]) -> None:
     verify_orders([collectives(plan, flow) for plan, flow in zip(plans, per_rank, strict=True)])
 
 
-def verify_orders(orders: Sequence[Sequence[Collective]], ranks: Sequence[int] | None = None) -> None:
-    """`orders[i]` is what `collectives` says of rank `ranks[i]` (of rank i, where no ranks are given)."""
+def verify_orders(orders: Sequence[Sequence[Collective]], ranks: Sequence[int] | None = None, reasons: Sequence[str] = ()) -> None:
+    """`orders[i]` is what `collectives` says of rank `ranks[i]` (of rank i, where no ranks are given); `reasons[i]`: why that rank has no
+    plan of its strategy's, empty where it has one."""
     first, ranks = orders[0] if orders else [], ranks or range(len(orders))
+    gave_up = {rank: reason.splitlines()[0] for rank, reason in zip(ranks, reasons) if reason}
     for rank, here in zip(ranks, orders):
         for number, (a, b) in enumerate(zip_longest(first, here)):
             if a is None or b is None or a[0] != b[0] or tuple(a[1]) != tuple(b[1]):
                 raise errors.RankMismatch(
                     f"collective {number} is {_name(a)} on rank {ranks[0]} and {_name(b)} on rank {rank}.",
-                    where=b[2] if b else a[2] if a else "", why="each rank would wait for the other",
+                    where=b[2] if b else a[2] if a else "",
+                    why="; ".join(["each rank would wait for the other", *(f"rank {r} has no plan: {gave_up[r]}"
+                                                                           for r in (ranks[0], rank) if r in gave_up)]),
                     fix="use one strategy on all ranks, and let it look at what is the same on all",
                     picture=_side_by_side(first, here, number, ranks[0], rank))  # fmt: skip
 

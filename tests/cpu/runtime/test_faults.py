@@ -193,7 +193,7 @@ def interrupt_at_line(number, code, what):
 
 
 def test_interrupted_at_any_line_that_posts_work():
-    """Ctrl-C anywhere in `issue`, also while only some lanes have their work: the next call is right, and lanes work."""
+    """Ctrl-C anywhere in `_issue`, also while only some lanes have their work: the next call is right, and lanes work."""
     fast = df.compile(Net(), strategy=Lanes(), strict=True, runtime="threads")
     x = torch.randn(6, 4)
     told = []
@@ -202,7 +202,7 @@ def test_interrupted_at_any_line_that_posts_work():
         with torch.no_grad():
             wanted = fast(x, torch.zeros(6, 4))[0]
             number = 0
-            while interrupt_at_line(number, threads.issue.__code__, lambda: fast(x, torch.zeros(6, 4))):
+            while interrupt_at_line(number, threads._issue.__code__, lambda: fast(x, torch.zeros(6, 4))):
                 number += 1
                 assert torch.equal(fast(x, torch.zeros(6, 4))[0], wanted)
                 assert not threads._here.is_launching

@@ -3,7 +3,20 @@
 import pytest
 
 from dynaflow.errors import OptionError, StrategyRaised
-from dynaflow.strategies import CommOverlap, DualBatch, FusedGemm, Mixed, NanoFlow, PrefillDecode, SingleBatch, TokenWeave, TwoBatch
+from dynaflow.strategies import (
+    CommOverlap,
+    DualBatch,
+    FusedGemm,
+    Greedy,
+    Mixed,
+    NanoBatch,
+    NanoFlow,
+    Offload,
+    PrefillDecode,
+    SingleBatch,
+    TokenWeave,
+    TwoBatch,
+)
 from dynaflow.strategies.branches import Branches
 from dynaflow.strategies.common import rows_of, stages, tokens_per_row, weight_ops
 from dynaflow.testing.notation import flow_of
@@ -16,6 +29,7 @@ from tests.cpu.strategies.plans import chain, dense, fsdp, make, moe
     (CommOverlap(4, 50), dense(1), 99, 100, "no network op can be hidden"),
     (TokenWeave(16, 100), dense(1), 99, 100, "fewer than 100 tokens"),
     (TokenWeave(64, 0), dense(1), 127, 128, "two waves"),
+    (DualBatch(0), moe(1), 1, 2, "a single row cannot be split"),
 ])  # fmt: skip
 def test_small_batches_stay_in_one_piece(strategy, flow, small, large, why):
     assert why in make(flow, strategy, small).reason and len(make(flow, strategy, large).parts) >= 2
@@ -27,7 +41,8 @@ def test_small_batches_stay_in_one_piece(strategy, flow, small, large, why):
     (NanoFlow(min_tokens=1), chain(), "no network or memory op can be split"),
     (SingleBatch(), chain(), "no op can run beside a network op"),
     (SingleBatch(), dense(1), "no op can run beside a network op"),
-    (SingleBatch(shared="*.nothing"), moe(1), "no op can run beside a network op"),
+    (SingleBatch(shared="*.nothing"), moe(1), "no op can run beside a network op and is named *.nothing"),
+    (TokenWeave(1, 0), chain(), "no network op can be split, and no fused kernel"),
     (CommOverlap(4, 1), chain(), "no network op can be hidden"),
     (FusedGemm(2, 1), dense(1), "no product's rows are known"),
     (PrefillDecode(5), chain(), "no op that can be split is named"),
@@ -96,11 +111,26 @@ def test_fused_gemm_takes_fewer_chunks_of_fewer_tokens():
     (lambda: PrefillDecode(-1), "num_prefill=-1"),
     (lambda: PrefillDecode(decode_sms=True), "decode_sms=True"),
     (lambda: Mixed(TwoBatch(), TwoBatch), "inner"),
+    (lambda: NanoFlow(compute="half"), "compute='half'"),
+    (lambda: NanoFlow(sms=["memory"]), "sms=['memory']"),
+    (lambda: NanoBatch(0), "num_parts=0"),
+    (lambda: NanoBatch(2.5), "num_parts=2.5"),
+    (lambda: TwoBatch("8"), "min_batch_size='8'"),
+    (lambda: Branches(0), "num_streams=0"),
+    (lambda: Branches(slack=7), "slack=7"),
+    (lambda: Greedy(0), "num_streams=0"),
+    (lambda: Offload("1 GiB"), "budget='1 GiB'"),
+    (lambda: Offload(float("nan")), "budget=nan"),
 ])  # fmt: skip
 def test_rejects_a_wrong_parameter(make_one, why):
     with pytest.raises(OptionError) as error:
         make_one()
     assert why in str(error.value) and error.value.fix
+
+
+def test_accepts_the_least_parameters():
+    assert not make(dense(1), NanoBatch(1, 0)).parts and len(make(dense(1), TwoBatch(0), 2).parts) == 2
+    assert make(chain(), Branches(1, slack=0)).launches == make(chain(), Greedy(1)).launches and Offload(1.0).budget == 1
 
 
 @pytest.mark.parametrize("at", [65, -2, "three"])
@@ -115,6 +145,8 @@ def test_a_tag_may_have_another_name():
 
 def test_phases_that_no_one_cut_parts():
     assert "no one cut parts them" in make(dense(1), PrefillDecode(), 64, num_prefill=3, first="neither").reason
+    with pytest.raises(OptionError, match="the tag first is 'decoding'"):
+        make(dense(1), PrefillDecode(), 64, num_prefill=3, first="decoding")
 
 
 # -- what strategies ask of a flow
