@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dynaflow as df
-from dynaflow import bindings, entry, measure, planning, region, settings, trials
+from dynaflow import bindings, entry, measure, planning, region, room, settings
 from dynaflow.errors import MAX_LINES
 from dynaflow.ir import KINDS
 from dynaflow.planner import Planner, ReadyOp
@@ -20,7 +20,7 @@ COMPILE_OPTIONS = [name for name in inspect.signature(df.compile).parameters if 
 NUMBERS = {1: "one", 2: "two", 3: "three", 5: "five", 7: "seven"}
 
 CLAIMS = [
-    ("kernels.md", f"that is {trials.MAX_MEMORY:g} times, or {trials.SPARE_BYTES >> 20} MiB more where that is more"),
+    ("kernels.md", f"that is {room.MAX_MEMORY:g} times, or {room.SPARE_BYTES >> 20} MiB more where that is more"),
     ("kernels.md", f"less than a factor of {NUMBERS[region.NEAR]}"),
     ("kernels.md", f"more than {region.MAX_CASES} sizes"),
     ("kernels.md", f"in segments of {measure.SMALL_SEGMENT >> 20} or {measure.LARGE_SEGMENT >> 20} MiB"),
@@ -51,7 +51,7 @@ def test_numbers_on_the_pages_are_those_of_the_code(page, claim):
 
 def test_a_stale_number_is_noticed():
     text = words((ROOT / "docs" / "kernels.md").read_text())
-    assert f"or {(trials.SPARE_BYTES >> 20) * 32} MiB more where that is more" not in text
+    assert f"or {(room.SPARE_BYTES >> 20) * 32} MiB more where that is more" not in text
 
 
 def test_what_compile_says_of_its_options():
@@ -59,7 +59,7 @@ def test_what_compile_says_of_its_options():
     text = inspect.getdoc(df.compile)
     said = words(text)
     assert [name for name in re.findall(r"^(\w+) +\S", text, re.MULTILINE) if name in COMPILE_OPTIONS] == COMPILE_OPTIONS
-    assert f"{trials.MAX_MEMORY:g} times, or {trials.SPARE_BYTES >> 20} MiB more where that is more" in said
+    assert f"{room.MAX_MEMORY:g} times, or {room.SPARE_BYTES >> 20} MiB more where that is more" in said
     for name in (*settings.RUNTIMES, *settings.COMPILERS, *settings._NAMED):
         assert f'"{name}"' in said, name
 
