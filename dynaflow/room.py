@@ -5,7 +5,8 @@ included (`max_memory`; 1.25 where nothing is said).
 
 1. Of one call: what it is given, the plan's peak, workspaces of libraries, what the allocator keeps for each stream.
 2. Of a training step: what a forward saves stands until its next call, and the gradients come beside it. Inductor lets go of what is
-   saved while its backward goes on, and gradients take its place.
+   saved while its backward goes on, and gradients take its place. Where nothing is said, that counts on a device on which it would be
+   missed: a small step is recorded for the time that launching it takes, not for its branches alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MIN_MEASURED = 3
 # products, and kernels that allocate, stay on the caller's stream where they take less than this share of the time: memory is kept for
 # every other stream that they run on
 FEW = 0.1
+# what stands in training is not missed where there is so many times as much free
+NOT_MISSED = 10
 # streams of a plan that is tried, at most
 MAX_STREAMS = 16
 
@@ -66,7 +69,8 @@ class Room:
         self, args: Sequence[Any], serial: Bound, max_memory: float | None, costs: Costs | None = None, beside: Beside = ALONE
     ):
         self._beside = beside
-        self._given_bytes, self._workspace_bytes = _num_bytes(args), workspace_bytes(device_of(args))
+        device = device_of(args)
+        self._given_bytes, self._workspace_bytes, self._free_bytes = _num_bytes(args), workspace_bytes(device), free_bytes(device)
         self._serial, self._max_memory, self._products = serial, max_memory, serial.program.products or frozenset()
         # side streams that have a workspace by now
         self._streams: frozenset[Stream] = frozenset()
@@ -75,10 +79,12 @@ class Room:
     def learn(self, costs: Costs) -> None:
         """What the allocator holds for kernels counts from now on."""
         self._held_bytes = {name: cost.held_bytes for name, cost in costs.items() if cost.held_bytes}
-        held = self._inductors()
+        held, recorded = self._inductors(), self._sum(self._serial, frozenset())
+        if self._max_memory is None and NOT_MISSED * (recorded - held) <= self._free_bytes:
+            held = recorded
         self.limit = max(MAX_MEMORY * held, held + SPARE_BYTES) if self._max_memory is None else self._max_memory * held
         # workspaces that there is room for, beside that of Inductor's order
-        left = max(0.0, self.limit - self._sum(self._serial, frozenset()))
+        left = max(0.0, self.limit - recorded)
         self.num_spare = int(left // self._workspace_bytes) if self._workspace_bytes else MAX_STREAMS
 
     def held(self, bound: Bound) -> int:
@@ -143,6 +149,13 @@ class Room:
         if sum(costs[name].us for name in names) < FEW * sum(cost.us for cost in costs.values()):
             return 1
         return 1 + (int(max(0.0, self.limit - self._sum(self._serial, frozenset())) // each_bytes) if each_bytes else MAX_STREAMS)
+
+
+def free_bytes(device: torch.device) -> int:
+    """On a GPU, what the allocator has and nobody uses included."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _num_bytes(args: Sequence[Any]) -> int:
