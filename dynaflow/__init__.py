@@ -2,13 +2,13 @@
 
 from dynaflow.annotate import SplitFunc, SplitModule, mark
 from dynaflow.batching import register_split_rule, rowwise
-from dynaflow.capture import compile, run_serialised, stats
+from dynaflow.capture import compile, run_serialised
 from dynaflow.check import check
 from dynaflow.contest import unmeasured
 from dynaflow.context import context
 from dynaflow.errors import DynaFlowError, PlanRefused, StrategyError
 from dynaflow.explain import explain
-from dynaflow.integrations import optimize, restore
+from dynaflow.integrations import optimize, restore, stats
 from dynaflow.ir import Flow, Op, Part, Plan
 from dynaflow.memory import place
 from dynaflow.offload import offload, onload

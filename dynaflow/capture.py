@@ -28,7 +28,7 @@ from dynaflow.errors import AmbiguousBatch, FellBack, OptionError
 from dynaflow.fakes import for_all_batch_sizes
 from dynaflow.hooks import Hooks, State
 from dynaflow.ongoing import Ongoing, ongoing, serialised
-from dynaflow.settings import TOTAL, Batch, Settings, Stats, check_batch, read_settings, summed
+from dynaflow.settings import Batch, Settings, check_batch, read_settings
 from dynaflow.sources import hint
 from dynaflow.strategies import Sequential
 from dynaflow.subclasses import take_apart
@@ -37,8 +37,6 @@ log = logging.getLogger("dynaflow")
 
 # states of a model's hooks whose captures are kept; the oldest goes first
 MAX_HOOK_STATES = 16
-# the attribute in which df.optimize writes down what it changed
-OPTIMIZED = "_dynaflow_optimized"
 
 
 # -- the backend
@@ -447,15 +445,6 @@ def of(fast: Any) -> Compiled:
     if compiled is None:
         raise OptionError(f"this {type(fast).__name__} was not made by df.compile, nor given to df.optimize.")
     return compiled
-
-
-def stats(fast: Any = None) -> Stats:
-    """Counters of what df.compile returned, or of all that df.optimize compiled in a model or pipeline; without an argument, of the
-    whole process."""
-    if fast is None:
-        return TOTAL
-    optimized = getattr(fast, "__dict__", {}).get(OPTIMIZED)
-    return of(fast).settings.stats if optimized is None else summed([part.settings.stats for part in optimized.parts])
 
 
 def run_serialised(fast: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from benchmarks.systems import report
 from benchmarks.systems import variants as v
 from benchmarks.systems.rows import WIDE, Inputs, Result, Row, Way, rows, twin
 from benchmarks.variants import NOT_MEASURED
+from dynaflow.errors import OptionError
 
 NUM_SETS = 3
 # what one block of calls may take, and how many they are at most
@@ -95,7 +96,10 @@ def _say_missing(missing: dict[str, str], name: str, error: Exception) -> None:
 
 def _counts(made: Any) -> Result:
     """Of what df.optimize compiled; the Trainer's own is the process's."""
-    stats = df.stats(made) if hasattr(made, "_dynaflow_optimized") else df.stats()
+    try:
+        stats = df.stats(made)
+    except OptionError:
+        stats = df.stats()
     return {"captures": stats.captures, "calls": stats.calls, "planned_calls": stats.planned_calls, "split_calls": stats.split_calls,
             "fallbacks": dict(stats.fallbacks)}  # fmt: skip
 

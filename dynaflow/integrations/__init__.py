@@ -4,7 +4,7 @@ A file that `df.optimize` asks (it has the name of the system's package, and is 
 
     models(target)                      the modules that do the work, by name
     options(module)                     where needed: how calls of one are to be read (the batch)
-    attach(target, optimized, options)  where needed: what else must change, by `optimized.set`
+    attach(holder, optimized, options)  where needed: what else must change, by `optimized.set`; for each of the modules, then for target
 
 All changes are attributes of the caller's objects, written down, and undone by `df.restore`. The other files are imported by their systems
 (a plugin) or by the user; what a serving engine's file does, and what it finds here, is in `serving.py`.
@@ -20,16 +20,20 @@ from typing import Any
 
 import torch
 
-from dynaflow.capture import OPTIMIZED, Compiled, compile
+from dynaflow.capture import Compiled, compile, of
 from dynaflow.errors import OptionError
+from dynaflow.settings import TOTAL, Stats, summed
 
 # packages whose classes have a file here
 PACKAGES = ("diffusers", "peft", "transformers")
+# the attribute in which df.optimize writes down what it changed
+OPTIMIZED = "_dynaflow_optimized"
 
 
 @dataclass
 class Optimized:
-    """What df.optimize changed. A copy of the target takes a copy of it along; one that was saved and loaded is as it was before."""
+    """What df.optimize changed about a module, or about a pipeline beside its modules. It is an attribute of that: whoever holds the module
+    later (another wrapper, another pipeline) finds it. A copy takes a copy along; what was saved and loaded is as it was before."""
 
     # (object, attribute, what stood there (None: nothing), what stands there now), in order
     changes: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
@@ -46,64 +50,86 @@ class Optimized:
         self.changes.append((owner, name, vars(owner).get(name), value))
         vars(owner)[name] = value
 
-    def undo(self) -> None:
-        last = {(id(owner), name): (owner, name, value) for owner, name, _, value in self.changes}
-        for owner, name, value in last.values():
-            if vars(owner).get(name) is not value:
-                raise OptionError(
-                    f"the {name} of this {type(owner).__name__} was replaced since df.optimize.", why="a hook, or another wrapper",
-                    fix="remove that first: what came last goes first")  # fmt: skip
-        while self.changes:
-            owner, name, before, _ = self.changes.pop()
-            if before is None:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-
 
 def optimize(target: Any, **options: Any) -> Any:
     """Compile, in place, what does the work in `target`: a module, a model of Transformers or PEFT, a pipeline of diffusers.
 
     The options are df.compile's. `df.restore(target)` undoes it, `df.stats(target)` says what happened. Returns `target`.
     """
-    record = getattr(target, "__dict__", {}).get(OPTIMIZED)
-    if record is not None and record.parts:
-        raise OptionError(f"this {type(target).__name__} is optimized already.", fix="df.restore(it) first")
-    system = _system(target)
-    models: dict[str, torch.nn.Module] = system.models(target) if system is not None else {"": target}
+    models = _models(target)
     for name, module in models.items():
         _check(name, module)
-    optimized = Optimized()
+    records = {id(holder): (holder, Optimized()) for holder in (*models.values(), target)}
     try:
         for module in models.values():
             # a hook of accelerate (offloading) is a forward around the module's own
             attribute = "_old_forward" if "_old_forward" in vars(module) else "forward"
             read: Any = getattr(_system(module), "options", None)
             fast = compile(getattr(module, attribute), **{**(read(module) if read is not None else {}), **options})
-            optimized.parts.append(fast)
-            optimized.set(module, attribute, fast)
-        for part in dict.fromkeys((*models.values(), target)):
-            if (attach := getattr(_system(part), "attach", None)) is not None:
-                attach(part, optimized, options)
+            record = records[id(module)][1]
+            record.parts.append(fast)
+            record.set(module, attribute, fast)
+        for holder, record in records.values():
+            if (attach := getattr(_system(holder), "attach", None)) is not None:
+                attach(holder, record, options)
     except BaseException:
-        optimized.undo()
+        _undo([record for _, record in records.values()])
         raise
-    vars(target)[OPTIMIZED] = optimized
+    for holder, record in records.values():
+        if record.changes:
+            vars(holder)[OPTIMIZED] = record
     return target
 
 
 def restore(target: Any) -> Any:
-    """Undo df.optimize. Returns `target`."""
-    _record(target).undo()
-    del vars(target)[OPTIMIZED]
+    """Undo df.optimize, of all that does the work in `target`. Returns `target`."""
+    records = _records(target)
+    if not records:
+        raise OptionError(f"this {type(target).__name__} was not given to df.optimize.", fix="df.optimize(it) first")
+    _undo([record for _, record in records])
+    for holder, _ in records:
+        del vars(holder)[OPTIMIZED]
     return target
 
 
-def _record(target: Any) -> Optimized:
-    record = getattr(target, "__dict__", {}).get(OPTIMIZED)
-    if not isinstance(record, Optimized):
-        raise OptionError(f"this {type(target).__name__} was not given to df.optimize.", fix="df.optimize(it) first")
-    return record
+def stats(fast: Any = None) -> Stats:
+    """Counters of what df.compile returned, or of all that df.optimize compiled in a model or pipeline; without an argument, of the
+    whole process."""
+    if fast is None:
+        return TOTAL
+    if records := _records(fast):
+        return summed([part.settings.stats for _, record in records for part in record.parts])
+    return of(fast).settings.stats
+
+
+def _undo(records: list[Optimized]) -> None:
+    """All or nothing."""
+    changes = [change for record in records for change in record.changes]
+    last = {(id(owner), name): (owner, name, value) for owner, name, _, value in changes}
+    for owner, name, value in last.values():
+        if vars(owner).get(name) is not value:
+            raise OptionError(
+                f"the {name} of this {type(owner).__name__} was replaced since df.optimize.",
+                why="a hook, another wrapper, or the pipeline that it was optimized in", fix="undo that first: what came last goes first")
+    for owner, name, before, _ in reversed(changes):
+        if before is None:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = before
+
+
+def _records(target: Any) -> list[tuple[Any, Optimized]]:
+    """By whom they are held: modules that do the work in `target`, and then `target`."""
+    system = _system(target)
+    modules = _models(target).values() if system is not None else ()
+    holders = {id(holder): holder for holder in (*modules, target)}.values()
+    found = [(holder, getattr(holder, "__dict__", {}).get(OPTIMIZED)) for holder in holders]
+    return [(holder, record) for holder, record in found if isinstance(record, Optimized)]
+
+
+def _models(target: Any) -> dict[str, torch.nn.Module]:
+    system = _system(target)
+    return {"": target} if system is None else system.models(target)
 
 
 def _system(target: Any) -> ModuleType | None:
@@ -124,5 +150,7 @@ def _check(name: str, module: Any) -> None:
         raise OptionError(
             f"this {type(module).__name__} is compiled by torch.compile already.", where=where, why="one capture cannot hold the other",
             fix="give df.optimize the model itself, or torch.compile backend='dynaflow'")  # fmt: skip
+    if (record := vars(module).get(OPTIMIZED)) is not None and record.parts:
+        raise OptionError(f"this {type(module).__name__} is optimized already.", where=where, fix="df.restore(it) first")
     if hasattr(type(module), "_dynaflow") or isinstance(vars(module).get("forward"), Compiled):
         raise OptionError(f"this {type(module).__name__} is compiled by DynaFlow already.", where=where, fix="compile it once")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping
 import torch
 from torch.utils import _pytree as pytree
 
-from dynaflow.capture import compile, of
+from dynaflow.capture import Compiled, compile, of
 from dynaflow.errors import OptionError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ RESIDUALS = ("down_block_additional_residuals", "mid_block_additional_residual")
 
 
 def models(target: Any) -> dict[str, torch.nn.Module]:
-    if isinstance(target, torch.nn.Module):
+    components: Mapping[str, Any] | None = getattr(target, "components", None)
+    if isinstance(target, torch.nn.Module) or components is None:
         return {"": target}
-    components: Mapping[str, Any] = target.components
     found = {name: components[name] for name in DENOISERS if isinstance(components.get(name), torch.nn.Module)}
     if not found:
         raise OptionError(
@@ -41,13 +41,18 @@ def attach(target: Any, optimized: Optimized, options: Mapping[str, Any]) -> Non
     unet, controlnet = getattr(target, "unet", None), getattr(target, "controlnet", None)
     if isinstance(target, torch.nn.Module) or unet is None or controlnet is None:
         return
-    changed = {id(owner): (name, before) for owner, name, before, _ in optimized.changes}
-    if any(changed.get(id(module)) != ("forward", None) for module in (unet, controlnet)):
+    if not all(_is_own(module) for module in (unet, controlnet)):
         return  # somebody else's forward is in the way (a hook, a patch): each is compiled for itself
     joint = of(compile(Controlled(unet, controlnet), **options))
     optimized.parts.append(joint)
     optimized.set(controlnet, "forward", PutOff(vars(controlnet)["forward"]))
     optimized.set(unet, "forward", WithControl(vars(unet)["forward"], joint))
+
+
+def _is_own(module: torch.nn.Module) -> bool:
+    """Whether what is compiled is the class's own forward."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, Compiled) and getattr(forward.model, "__func__", None) is type(module).forward
 
 
 class Controlled(torch.nn.Module):

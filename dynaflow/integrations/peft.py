@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 
 
 def models(target: Any) -> dict[str, torch.nn.Module]:
-    return {"base_model": target.get_base_model()}
+    """PEFT calls the base model past the tuner that is around it. A layer of PEFT's is what it is."""
+    if isinstance(target, BaseTuner):
+        return {"base_model": target.model}
+    is_whole = isinstance(target, torch.nn.Module) and hasattr(target, "get_base_model")
+    return {"base_model": target.get_base_model()} if is_whole else {"": target}

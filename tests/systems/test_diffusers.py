@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDPMPipeline, DDPMScheduler, FluxImg2ImgPipeline, UNet2DModel
 
 import dynaflow as df
 from benchmarks.system_models import PIPELINES, pixels, request
@@ -148,6 +148,43 @@ def test_a_part_of_a_pipeline():
     df.optimize(pipe.transformer, strategy=df.TwoBatch(), strict=True)
     torch.testing.assert_close(images("sd3", pipe), images("sd3", PIPELINES["sd3"]()), rtol=1e-4, atol=1e-5)
     assert df.stats(pipe.transformer).split_calls == NUM_STEPS
+
+
+def test_another_pipeline_of_the_same_modules():
+    """`from_pipe` shares them: what is compiled in one is compiled in the other, and may be undone there."""
+    def again(pipe):
+        other = FluxImg2ImgPipeline.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        return other
+
+    pipe, plain = df.optimize(PIPELINES["flux"](), strategy=df.TwoBatch(), strict=True), PIPELINES["flux"]()
+    torch.testing.assert_close(images("flux", pipe), images("flux", plain), rtol=1e-4, atol=1e-5)
+    given = {"image": torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), "strength": 0.7, "num_inference_steps": 4}
+    other = again(pipe)
+    torch.testing.assert_close(images("flux", other, **given), images("flux", again(plain), **given), rtol=1e-4, atol=1e-5)
+    assert df.stats(other).split_calls == df.stats(pipe).split_calls > NUM_STEPS
+    with pytest.raises(errors.OptionError, match="optimized already.\n  where    transformer\n"):
+        df.optimize(other)
+    df.restore(other)
+    assert "forward" not in vars(pipe.transformer)
+    with pytest.raises(errors.OptionError, match="was not given to df.optimize"):
+        df.restore(pipe)
+
+
+def test_a_module_of_a_pipeline_says_what_it_counted():
+    pipe = df.optimize(PIPELINES["sdxl"](), strategy=df.TwoBatch(), strict=True)
+    images("sdxl", pipe)
+    # UNet and ControlNet are one graph, which is the pipeline's
+    assert df.stats(pipe).split_calls == NUM_STEPS and df.stats(pipe.unet).calls == df.stats(pipe.controlnet).calls == 0
+    with pytest.raises(errors.OptionError, match="was replaced since df.optimize.\n  why      .*the pipeline"):
+        df.restore(pipe.unet)
+    df.restore(pipe)
+    assert not {"forward", "_dynaflow_optimized"} & (vars(pipe.unet).keys() | vars(pipe).keys())
+
+
+def test_rejects_what_is_no_pipeline():
+    with pytest.raises(errors.OptionError, match="DDPMScheduler is nothing that df.optimize knows"):
+        df.optimize(DDPMScheduler())
 
 
 def test_blocks_compiled_by_diffusers_itself(counted):

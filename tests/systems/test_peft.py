@@ -7,6 +7,7 @@ pytest.importorskip("peft")
 
 import dynaflow as df
 from benchmarks.system_models import llama, lora
+from dynaflow import errors
 
 CONSTANT = "there is no batch to split: its size is a constant of the graph"
 
@@ -124,3 +125,50 @@ def test_restore():
     df.restore(fast)
     assert "forward" not in vars(fast.get_base_model())
     assert_same(plain, fast)
+
+
+def test_a_model_whose_adapters_were_merged_for_good_is_still_ours():
+    """PEFT gives back the base model, which is compiled; its wrapper may be gone."""
+    model = df.optimize(lora(num_adapters=1), strategy=df.TwoBatch(), strict=True).merge_and_unload()
+    plain = lora(num_adapters=1).merge_and_unload()
+    assert_same(plain, model)
+    assert df.stats(model).split_calls == 1
+    with pytest.raises(errors.OptionError, match="optimized already.(.|\n)*df.restore"):
+        df.optimize(model)
+    df.restore(model)
+    assert "forward" not in vars(model)
+    df.optimize(model, strategy=df.Branches(2), strict=True)
+    assert_same(plain, model)
+    assert df.stats(model).planned_calls == 1
+
+
+def test_adapters_around_a_model_that_is_ours_already():
+    model, plain = lora(model=df.optimize(llama(), strategy=df.TwoBatch(), strict=True)), lora()
+    assert_same(plain, model)
+    assert df.stats(model).split_calls == 1
+    with pytest.raises(errors.OptionError, match="optimized already.\n  where    base_model\n"):
+        df.optimize(model)
+    df.optimize(df.restore(model), strategy=df.TwoBatch(), strict=True)
+    assert_same(plain, model)
+    df.restore(model)
+    with pytest.raises(errors.OptionError, match="was not given to df.optimize"):
+        df.restore(model)
+
+
+def test_what_is_inside_of_a_model_of_peft():
+    """A tuner and a layer are modules of PEFT, too, and no whole models."""
+    plain, fast = lora(), lora()
+    tuner = df.optimize(fast.base_model, strategy=df.TwoBatch(), strict=True)
+    assert_same(plain, fast)
+    assert df.stats(tuner).split_calls == 1
+    df.restore(tuner)
+    layer = df.optimize(fast.get_base_model().model.layers[0].self_attn.q_proj, strategy=df.TwoBatch(), strict=True)
+    assert_same(plain, fast)
+    assert df.stats(layer).split_calls == 1
+
+
+def test_rejects_what_is_no_module_of_peft():
+    from peft import LoraConfig
+
+    with pytest.raises(errors.OptionError, match="LoraConfig is nothing that df.optimize knows"):
+        df.optimize(LoraConfig())
