@@ -6,6 +6,7 @@ with our backend: guards, graph breaks and Python side effects are Dynamo's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -434,12 +435,23 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
             seen.add(id(thing))
             leaves = pytree.tree_leaves(thing)
             is_leaf = len(leaves) == 1 and leaves[0] is thing
-            for item in list(getattr(thing, "__dict__", {}).values()) if is_leaf else leaves:
+            for item in _attributes(thing) if is_leaf else leaves:
                 visit(item, depth + 1)
 
     for thing in (*args, *kwargs.values()):
         visit(thing, 0)
     return found
+
+
+def _attributes(thing: Any) -> list[Any]:
+    """What a plain object has, in slots (`@dataclass(slots=True)`) or not."""
+    slots = [slot for base in type(thing).__mro__ if "__slots__" in vars(base) for slot in vars(base).values()
+             if isinstance(slot, types.MemberDescriptorType)]  # fmt: skip
+    own = list(getattr(thing, "__dict__", {}).values())
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # nothing in it yet
+            own.append(slot.__get__(thing))
+    return own
 
 
 def of(fast: Any) -> Compiled:
