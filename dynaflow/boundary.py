@@ -43,7 +43,8 @@ class Boundary:
         for i, name in self.names:
             if flow.value[name].storage in self._mutated:
                 groups.setdefault(flow.value[name].storage, []).append((i, flow.value[name].axis))
-        self._together = [pair for group in groups.values() for pair in combinations(group, 2) if pair[0][1] is not None or pair[1][1] is not None]
+        pairs = [pair for group in groups.values() for pair in combinations(group, 2)]
+        self._together = [(one, other) for one, other in pairs if (one[1], other[1]) != (None, None)]
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         (output,) = [n for n in graph.nodes if n.op == "output"]
         # per result of the graph: the dim that carries the batch
