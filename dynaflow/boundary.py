@@ -7,6 +7,7 @@ plan are handed out as the graph hands out its own: some of them views, of other
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import combinations
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
@@ -37,6 +38,13 @@ class Boundary:
         self.changed: list[int] = [i for i, name in self.names if flow.value[name].storage in self._mutated]
         # the caller's own tensors, parameters that nobody changes aside: argument and storage
         self._own = [(i, s) for i, name in self.names if (s := flow.value[name].storage) in self._mutated or self.role(name) == "input"]
+        # inputs that lay in one storage at capture, one of which is changed: argument and the dim that carries the batch
+        groups: dict[str, list[tuple[int, int | None]]] = {}
+        for i, name in self.names:
+            if flow.value[name].storage in self._mutated:
+                groups.setdefault(flow.value[name].storage, []).append((i, flow.value[name].axis))
+        pairs = [pair for group in groups.values() for pair in combinations(group, 2)]
+        self._together = [(one, other) for one, other in pairs if (one[1], other[1]) != (None, None)]
         self._output_names = tuple(name for name in dict.fromkeys(flow.outputs) if flow.value[name].role == "output")
         (output,) = [n for n in graph.nodes if n.op == "output"]
         # per result of the graph: the dim that carries the batch
@@ -88,6 +96,11 @@ class Boundary:
                     return False
         return True
 
+    def rows_are_apart(self, args: Sequence[Any]) -> bool:
+        """Whether parts may run one after the other where inputs share what the graph changes: a part must not see what another's rows
+        became (x = t[:8] is changed, y = t[1:9] is read)."""
+        return not any(rows_meet(args[i], a, args[j], b) for (i, a), (j, b) in self._together)
+
     def misaligned(self, args: Sequence[Any]) -> list[int]:
         """Arguments that compiled code must not read where they lie."""
         return [i for i, _ in self.names if args[i].data_ptr() % ALIGNMENT]
@@ -122,3 +135,36 @@ class Boundary:
         numbers = self.numbers(sizes)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._epilogue(*[values[a] if isinstance(a, str) else evaluate(a.text, numbers) for a in self._args])
+
+
+# -- whose rows meet
+
+
+def rows_meet(a: torch.Tensor, a_axis: int | None, b: torch.Tensor, b_axis: int | None) -> bool:
+    """Whether some row of one tensor may lie where another row of the other does. Not sure: yes. axis None: every row meets all of it."""
+    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    distance = b.data_ptr() - a.data_ptr()
+    if distance >= _extent_bytes(a) or -distance >= _extent_bytes(b):
+        return False
+    if a_axis is None or a_axis != b_axis or a.stride() != b.stride() or a.dtype != b.dtype or distance % a.itemsize:
+        return True
+    steps = [(stride, max(n, m) - 1, d == a_axis) for d, (stride, n, m) in enumerate(zip(a.stride(), a.shape, b.shape))]
+    return _adds_up(sorted(steps, reverse=True), distance // a.itemsize, False)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    return (sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape)) + 1) * tensor.itemsize
+
+
+def _adds_up(steps: Sequence[tuple[int, int, bool]], distance: int, is_along_batch: bool) -> bool:
+    """Whether steps (how far, how many at most either way, along the batch?) lead over a distance, some of them along the batch."""
+    if not steps:
+        return is_along_batch and distance == 0
+    (stride, most, is_batch), *rest = steps
+    if stride == 0:
+        return _adds_up(rest, distance, is_along_batch or (is_batch and most > 0))
+    reach = sum(s * n for s, n, _ in rest)
+    numbers = range(max(-most, -((reach - distance) // stride)), min(most, (distance + reach) // stride) + 1)
+    # where dims lie in each other like boxes there are two at most
+    return len(numbers) > 8 or any(_adds_up(rest, distance - k * stride, is_along_batch or (is_batch and k != 0)) for k in numbers)

@@ -6,6 +6,7 @@ with our backend: guards, graph breaks and Python side effects are Dynamo's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -118,7 +119,7 @@ def _before_capture(_: Any) -> None:
         call.mark()
         _undo.append(call.unmark)
         _undo.extend(for_all_batch_sizes())
-        wanted += [(fx_config, "backed_size_oblivious", not call.is_static), (fx_config, "use_duck_shape", False)]
+        wanted += [(fx_config, "backed_size_oblivious", not call.asks_sizes), (fx_config, "use_duck_shape", False)]
     if not call.watches_hooks:  # a function: whose hooks to watch, only Dynamo knows
         wanted.append((torch._dynamo.config, "skip_nnmodule_hook_guards", False))
     for config, name, value in wanted:
@@ -322,18 +323,23 @@ class Compiled:
         if self.settings.batch is not None and not (self._is_warm and callable(self.settings.batch)):
             self.batch_dims(args, kwargs)  # raises what is wrong with it, outside of Dynamo
         _listen()
-        call = Ongoing(self.batch_dims, args, kwargs, False, hooks is not None, self._cuts_batch)
+        call, result, is_done = self._ongoing(args, kwargs), None, False
         try:
-            result = self._under(call, args, kwargs)
+            result, is_done = self._under(call, args, kwargs), True
         except TorchRuntimeError:
-            if call.num_graphs or not call.has_one_row():
+            if call.num_graphs or not self._cuts_batch():
                 raise
-            # A batch of 1 is captured like any other; a model that broadcasts it against something larger needs to see the 1.
-            call = Ongoing(self.batch_dims, args, kwargs, True, hooks is not None, self._cuts_batch)
+        if not is_done:
+            # A batch of 1 is captured like any other, and so are rows that are cut from one (x[n // 2 :][:1]); a model that broadcasts
+            # these needs to see the 1. (Not in the handler: what is wrong with a model is to be said once.)
+            call = self._ongoing(args, kwargs, asks_sizes=True)
             result = self._under(call, args, kwargs)
         if not call.num_graphs:
             self._nothing_captured()
         return result
+
+    def _ongoing(self, args: tuple[Any, ...], kwargs: dict[str, Any], asks_sizes: bool = False) -> Ongoing:
+        return Ongoing(self.batch_dims, args, kwargs, asks_sizes, self._hooks is not None, self._cuts_batch)
 
     def _cuts_batch(self) -> bool:
         """Whether a capture now is to serve all batch sizes. What runs as a whole, or under autograd, is captured as torch.compile
@@ -430,12 +436,23 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
             seen.add(id(thing))
             leaves = pytree.tree_leaves(thing)
             is_leaf = len(leaves) == 1 and leaves[0] is thing
-            for item in list(getattr(thing, "__dict__", {}).values()) if is_leaf else leaves:
+            for item in _attributes(thing) if is_leaf else leaves:
                 visit(item, depth + 1)
 
     for thing in (*args, *kwargs.values()):
         visit(thing, 0)
     return found
+
+
+def _attributes(thing: Any) -> list[Any]:
+    """What a plain object has, in slots (`@dataclass(slots=True)`) or not."""
+    slots = [slot for base in type(thing).__mro__ if "__slots__" in vars(base) for slot in vars(base).values()
+             if isinstance(slot, types.MemberDescriptorType)]  # fmt: skip
+    own = list(getattr(thing, "__dict__", {}).values())
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # nothing in it yet
+            own.append(slot.__get__(thing))
+    return own
 
 
 def of(fast: Any) -> Compiled:

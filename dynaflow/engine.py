@@ -60,6 +60,7 @@ class Rows(NamedTuple):
 
 _NEEDS_GRAD = Fallback("gradients are needed: the sequential graph runs under autograd")
 _ALIASED = Fallback("inputs share memory that were separate when the graph was captured")
+_MEETING = Fallback("rows of an input that is changed are other rows of another input")
 
 
 class CapturedGraph:
@@ -237,14 +238,20 @@ class CapturedGraph:
             results = self._recorded(bound, sizes, args, can_be_steady=not isinstance(ready, Fallback) or ready.is_wanted)
             if results is not None:
                 return results
-        if not self.boundary.has_captured_aliases(args):
-            return self._fall_back(_ALIASED, args, self.gm.forward)
+        if (why := self._shares(bound, args)) is not None:
+            return self._fall_back(why, args, self.gm.forward)
         try:
             aligned = self._aligned(args)
         except errors.Misaligned as error:
             return self._fall_back(Fallback.of(error), args, self.gm.forward)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             return self._hand_out(bound, sizes, args, self._issue(bound, aligned))
+
+    def _shares(self, bound: Bound, args: Sequence[Any]) -> Fallback | None:
+        """Why memory that these arguments share is in the way of a plan; None if it is not."""
+        if not self.boundary.has_captured_aliases(args):
+            return _ALIASED
+        return None if not bound.num_part_launches or self.boundary.rows_are_apart(args) else _MEETING
 
     def _ready(self, sizes: tuple[Any, ...], args: Sequence[Any]) -> Bound | Fallback:
         """What runs for these sizes, planned and bound where they are new."""
@@ -264,7 +271,7 @@ class CapturedGraph:
             padded, wider = sizes, bound
         given = list(args)
         outputs = recordings.replay(wider, given)
-        if outputs is None and boundary.has_captured_aliases(args) and self._is_bound_aligned(args, sizes):
+        if outputs is None and self._shares(wider, args) is None and self._is_bound_aligned(args, sizes):
             outputs = recordings.record(wider, given, lambda: padding.slots(boundary, given, padded), self.body_of(wider))
         if outputs is None:
             return None

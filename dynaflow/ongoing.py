@@ -18,18 +18,19 @@ _MARKED = "_has_dynamo_dim_marking"
 class Ongoing:
     """A call of what df.compile returned, as far as a capture inside of it must know: which tensors carry the batch, and where."""
 
-    __slots__ = ("_find", "_args", "_kwargs", "_dims", "_marked", "is_static", "watches_hooks", "cuts_batch", "num_graphs")
+    __slots__ = ("_find", "_args", "_kwargs", "_dims", "_marked", "asks_sizes", "watches_hooks", "cuts_batch", "num_graphs")
 
     def __init__(
-        self, find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], is_static: bool = False, watches_hooks: bool = False,
+        self, find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], asks_sizes: bool = False, watches_hooks: bool = False,
         cuts_batch: Callable[[], bool] = bool,
     ):  # fmt: skip
         self._find: Find | None = find
         self._args, self._kwargs = args, kwargs
         self._dims: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._marked: list[Callable[[], Any]] = []
-        # captures of this call take the batch as it is: for a batch of 1 that the model broadcasts
-        self.is_static = is_static
+        # captures of this call may depend on its sizes: for a model that broadcasts a batch of 1, or rows of which it cannot be told
+        # how many they are
+        self.asks_sizes = asks_sizes
         # hooks are seen without Dynamo's guards
         self.watches_hooks = watches_hooks
         # whether a capture now is one whose batch may be cut: then one capture should serve all batch sizes
@@ -52,7 +53,7 @@ class Ongoing:
         for ref, dim in self._dims:
             tensor = ref()
             for d, size in enumerate(tensor.shape if tensor is not None else ()):
-                if d == dim and not self.is_static:
+                if d == dim and not (self.asks_sizes and size <= 1):
                     self._mark(tensor, "_dynamo_weak_dynamic_indices", d)
                 elif d == dim or size <= 1:
                     # A dim that was once 1 and once not (a decode step) means two graphs, not one that is neither. And one of 0
@@ -76,10 +77,6 @@ class Ongoing:
         """The tensors are the caller's: what else captures them must not see our marks."""
         while self._marked:
             self._marked.pop()()
-
-    def has_one_row(self) -> bool:
-        self.find()
-        return any((t := ref()) is not None and 0 <= dim < t.dim() and t.shape[dim] == 1 for ref, dim in self._dims)
 
     def batch_axes(self, names: Sequence[str], inputs: Sequence[Any]) -> dict[str, int]:
         """Which inputs of a graph carry the batch, and where, in the order of the call's arguments."""

@@ -223,7 +223,7 @@ class _Reader:
             if s.target == "get_raw_stream":
                 self._setup[s.makes] = self._text(s.span)
         elif s.kind == "symbol":
-            self._numbers[s.makes] = self._number(s.target)
+            self._numbers[s.makes] = self._number(s.target) if (dims := self._dims(s.target)) is None else dims
         elif s.kind == "allocate":
             shape, stride = self._sizes(s.shape), self._sizes(s.stride)
             dtype = getattr(torch, s.dtype.removeprefix("torch."))
@@ -520,6 +520,14 @@ class _Reader:
             return eval(text, {"__builtins__": {}, "max": max, "min": min, "math": self._scope.get("math")}, self._numbers)  # noqa: S307
         except Exception as error:  # noqa: BLE001 (known when a kernel has run, or not at all)
             raise NotUnderstood(f"{text}: {type(error).__name__}: {error}") from None
+
+    def _dims(self, text: str) -> tuple[int, ...] | None:
+        """`arg1_1.size()`: where Inductor finds a size that is no argument."""
+        name, _, what = text.partition(".")
+        value = self._names[name].value if name in self._names and what in ("size()", "stride()") else None
+        if value is None:
+            return None
+        return value.geometry.shape if what == "size()" else value.geometry.stride
 
     def _number(self, text: str) -> Any:
         found = self._evaluate(text)

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch._opaque_base import OpaqueBase
 
 import dynaflow as df
@@ -320,6 +321,25 @@ def test_a_batch_of_one_that_is_broadcast():
     assert torch.equal(fast(x, t), x + t)
     x = torch.randn(8, 4)
     assert torch.equal(fast(x, t), x + t)
+
+
+def test_one_row_of_the_batch_that_is_broadcast():
+    """Without guards on sizes Dynamo cannot tell that `x[n // 2 :][:1]` is one row, and refused the model."""
+    def last(x):
+        return x[x.shape[0] // 2 :][:1] + torch.sin(x)
+
+    fast = df.compile(last, strategy=df.TwoBatch())
+    for n in (8, 3, 2, 5, 17, 1):
+        x = torch.randn(n, 4)
+        assert torch.equal(fast(x), last(x))
+    assert df.stats(fast).captures == 2 and df.stats(fast).split_calls == 5
+
+
+def test_a_model_that_is_wrong_says_so_once():
+    fast = df.compile(lambda x: x @ x[:, :2], strategy=df.TwoBatch())
+    with pytest.raises(TorchRuntimeError, match="must have same reduction dim") as caught:
+        fast(torch.randn(8, 4))
+    assert not isinstance(caught.value.__context__, TorchRuntimeError)
 
 
 def test_the_callers_tensors_keep_no_marks():

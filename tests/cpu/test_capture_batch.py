@@ -1,5 +1,7 @@
 """Which batch a capture has, and how many captures there are: constants, pieces without one, arguments that look like one."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,25 @@ def test_an_argument_that_has_the_batchs_size_by_chance_does_not_keep_it_from_be
         x, table = torch.randn(n, 3), torch.randn(4, 3)
         assert_same(fast(x, table), looked_up(x, table))
     assert df.stats(fast).split_calls == 2
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class InSlots:
+    hidden: torch.Tensor
+    count: int = 2
+
+
+class SomeInSlots(InSlots):
+    """Slots of its base class, and a __dict__ of its own."""
+
+
+@pytest.mark.parametrize("kind", [InSlots, SomeInSlots])
+def test_tensors_in_slots_carry_the_batch(kind):
+    def double(given):
+        return torch.sin(given.hidden) * given.count
+
+    fast = df.compile(double, strategy=df.TwoBatch())
+    for n in (8, 3, 5):
+        x = torch.randn(n, 4)
+        assert torch.equal(fast(kind(x)), double(kind(x)))
+    assert df.stats(fast).split_calls == 3 and df.stats(fast).captures == 1, df.stats(fast)

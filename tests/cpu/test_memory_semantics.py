@@ -42,6 +42,48 @@ def test_aliased_inputs_are_found():
     assert any("share memory" in reason for reason in df.stats(fast).fallbacks) or df.stats(fast).captures > 2
 
 
+def changes_one(x, y):
+    x.mul_(2)
+    return y + 1
+
+
+def between(x, y):
+    with df.mark("before"):
+        r = y + 1
+    with df.mark("change"):
+        x.mul_(2)
+    with df.mark("after"):
+        return r, torch.sin(y)
+
+
+# two inputs in one storage -> (how they lie in t, the batch dims of both, whether rows of one are other rows of the other)
+TOGETHER = {
+    "the same": (lambda t: (t[:8], t[:8]), 0, False), "one after the other": (lambda t: (t[:8], t[10:18]), 0, False),
+    "halves of rows": (lambda t: (t[:8, :2], t[:8, 2:]), 0, False), "some columns": (lambda t: (t[:8, :3], t[:8, 1:]), 0, False),
+    "caches of each position": (lambda t: t.view(5, 2, 8, 2).unbind(1), 1, False),
+    "shifted by a row": (lambda t: (t[:8], t[1:9]), 0, True), "shifted back": (lambda t: (t[1:9], t[:8]), 0, True),
+    "every second row": (lambda t: (t[:8], t[::2][:8]), 0, True), "all of it without a batch": (lambda t: (t[:8], t), {"x": 0}, True),
+    "shifted in the middle": (lambda t: (t.view(4, 10, 4)[:, :8], t.view(4, 10, 4)[:, 1:9]), 1, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [changes_one, between])
+@pytest.mark.parametrize("how", TOGETHER)
+def test_rows_that_are_other_rows_of_what_is_changed(how, function):
+    lie, batch, is_meeting = TOGETHER[how]
+    for strategy, runtime in [(df.TwoBatch(), "serial"), (df.NanoBatch(4), "fake:1"), (df.TwoBatch(), "graph")]:
+        fast = df.compile(function, strategy=strategy, runtime=runtime, batch=batch)
+        for _ in range(3):
+            mine = torch.randn(40, 4)
+            theirs = mine.clone()
+            assert_same(fast(*lie(mine)), function(*lie(theirs)))
+            assert torch.equal(mine, theirs)
+        stats = df.stats(fast)
+        is_refused = any("other rows of another input" in reason for reason in stats.fallbacks)
+        assert stats.split_calls == 0 if is_meeting else not is_refused, (how, stats)
+        assert function is changes_one or is_refused == is_meeting, "of one op it may be known before that it cannot be split"
+
+
 def test_outputs_are_tensors_of_their_own():
     fast = df.compile(Block(), strategy=df.TwoBatch(), strict=True)
     y = fast(torch.randn(4, 5, 8))["y"]

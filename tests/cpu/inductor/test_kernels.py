@@ -159,6 +159,19 @@ def test_sizes_and_views_are_numbers():
     assert number == 4 and torch.equal(result, out.t())
 
 
+def test_sizes_that_are_no_arguments_are_those_of_tensors():
+    made = read("""
+        arg0_1_size = arg0_1.size()
+        s0 = arg0_1_size[0]
+        arg0_1_stride = arg0_1.stride()
+        s1 = arg0_1_stride[0]
+        buf0 = empty_strided_cuda((2*s0, s1), (s1, 1), torch.float32)
+        triton_poi_fused_relu_0.run(arg0_1, buf0, s0, stream=stream0)
+        return (buf0, )
+    """, X)  # fmt: skip
+    assert made.flow.value["buf0"].shape == ("8", "8")
+
+
 ATTENTION = """
     buf0 = torch.ops.aten._scaled_dot_product_efficient_attention.default(arg0_1, arg0_1, arg0_1, None, False{dropout})
     buf1 = buf0[0]
