@@ -132,6 +132,8 @@ Op = Callable[[Scope], Any]
 OPS: list[tuple[float, Op]] = []
 # those besides, of programs that are trained: `program_train_ops.py`
 TRAINED: list[tuple[float, Op]] = []
+# those besides, of programs that are odd: `program_odd_ops.py`
+ODD: list[tuple[float, Op]] = []
 
 
 def op(weight: float = 1.0, into: list[tuple[float, Op]] = OPS) -> Callable[[Op], Op]:
@@ -552,7 +554,7 @@ def broken(s: Scope) -> Any:
 
 def steps(s: Scope, number: int, ops: Sequence[tuple[float, Op]] = ()) -> None:
     """`number` ops that found something to work on. `ops`: of these; by default of all."""
-    ops = ops or OPS + TRAINED * s.program.is_trained
+    ops = ops or OPS + TRAINED * s.program.is_trained + 2 * ODD * s.program.is_odd
     functions, weights = [f for _, f in ops], [w for w, _ in ops]
     for _ in range(8 * number):
         if number <= 0:

@@ -10,6 +10,8 @@ Programs that are trained have an oracle of their own, which stands on this one:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import random
 import re
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import dynaflow as df
 from dynaflow.capture import Compiled
@@ -86,23 +87,39 @@ class Tally:
 # ---------------------------------------------------------------------------- 2. one call
 
 
+# under what a model without gradients is called
+MODES: dict[str, Callable[[str], Any]] = {
+    "no_grad": lambda device: torch.no_grad(), "inference": lambda device: torch.inference_mode(),
+    "nothing": lambda device: contextlib.nullcontext(), "autocast": lambda device: torch.autocast(device, torch.bfloat16),
+}  # fmt: skip
+
+
 class World:
     """Everything that the outside can see of one call: results, inputs, buffers, and what shares memory with what."""
 
-    def __init__(self, program: Program, batch_size: int, function: Callable[..., Any], model: nn.Module, draw: int = 0):
+    def __init__(
+        self, program: Program, batch_size: int, function: Callable[..., Any], model: nn.Module, draw: int = 0, mode: str = "no_grad"
+    ):
         args, kwargs = program.inputs(batch_size, draw)
-        with torch.no_grad():
+        torch.manual_seed(program.seed + draw)
+        with MODES[mode](program.device):
             result = function(*args, **kwargs)
-        self.outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        leaves = leaves_of(result)
+        self.outputs = [t for t in leaves if isinstance(t, torch.Tensor)]
+        # all but tensors, and where tensors are
+        self.form = ["tensor" if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         self._tensors = {f"output {i}": t for i, t in enumerate(self.outputs)}
-        self._tensors.update((f"input {i}", t) for i, t in enumerate((*args, *kwargs.values())) if isinstance(t, torch.Tensor))
+        self._tensors.update((f"input {i}", t) for i, t in enumerate(leaves_of((args, kwargs))) if isinstance(t, torch.Tensor))
         self._tensors.update((f"buffer {name}", t) for name, t in model.named_buffers())
+        self._tensors.update((f"weight {name}", t.detach()) for name, t in model.named_parameters() if program.is_odd)
+        if program.device == "cpu":
+            self._tensors["random state"] = torch.get_rng_state()
         self.shared = sharing(self._tensors)
         self.look()
 
     def look(self) -> None:
         """Buffers live on in later worlds: what is compared are copies."""
-        self.seen = {name: (t.clone(), t.stride()) for name, t in self._tensors.items()}
+        self.seen = {name: (t.detach().clone(), t.stride()) for name, t in self._tensors.items()}
 
     def touch(self) -> World:
         """Change every output in place: whatever shares its memory shows it."""
@@ -111,6 +128,17 @@ class World:
                 output.mul_(0.5).add_(number + 1)
         self.look()
         return self
+
+
+def leaves_of(thing: Any) -> list[Any]:
+    """Those in dataclasses, too."""
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return [type(thing).__name__, *leaves_of(list(vars(thing).values()))]
+    if isinstance(thing, dict):
+        return [*thing, *leaves_of(list(thing.values()))]
+    if isinstance(thing, (list, tuple)):
+        return [type(thing).__name__, *(leaf for item in thing for leaf in leaves_of(item))]
+    return [thing]
 
 
 def sharing(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -124,6 +152,8 @@ def sharing(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
 
 def difference(got: World, wanted: World, tolerance: float, has_rows: bool = True) -> str:
     """What differs first; empty if nothing does. Tolerance 0: bit for bit. With one row, copies may be views: only numbers count."""
+    if got.form != wanted.form:
+        return f"returned {got.form}, not {wanted.form}"
     if got.seen.keys() != wanted.seen.keys():
         return f"returned {len(got.outputs)} tensors, not {len(wanted.outputs)}"
     for name, (a, stride) in got.seen.items():
@@ -223,11 +253,12 @@ def check_program(program: Program, tally: Tally, compiler: str = "eager", kerne
             draw = number if program.device == "cuda" else 0
             # what is padded is bit-equal to the plan of that size
             is_padded = settings.buckets is not None and n not in (settings.buckets if settings.buckets != "powers" else (1, 2, 8))
-            problem = check_call(program, model, fast, n, kept, program.tolerance if is_padded else 0.0, draw)
+            mode = rng.choice(list(MODES)) if program.is_odd and rng.random() < 0.4 else "no_grad"
+            problem = check_call(program, model, fast, n, kept, program.tolerance if is_padded else 0.0, draw, mode)
             tally.counts["runs"] += 1
             if problem:
-                name = f"{type(strategy).__name__} on {runtime}, batch {n}"
-                is_ours = compiler == "eager" and not kernels or not _is_plain(problem, program, n, draw)
+                name = f"{type(strategy).__name__} on {runtime}, batch {n}{'' if mode == 'no_grad' else ', ' + mode}"
+                is_ours = compiler == "eager" and not kernels and not program.is_odd or not _is_plain(problem, program, n, draw)
                 (tally.violations if is_ours else tally.not_ours).append(f"program {program.seed}, {name}: {problem}")
                 break
     is_split, is_planned = stats.num_part_launches > 0, stats.planned_calls > 0
@@ -277,7 +308,7 @@ class Kept:
     def changed(self) -> str:
         """What no longer is what it was; empty where all is. (What lies in a buffer of the model's is everybody's.)"""
         for world in self._worlds:
-            of_the_model = {name for names in world.shared if any(n.startswith("buffer") for n in names) for name in names}
+            of_the_model = {name for names in world.shared if any(n.startswith(("buffer", "weight")) for n in names) for name in names}
             for i, output in enumerate(world.outputs):
                 if (name := f"output {i}") not in of_the_model and not torch.equal(output, world.seen[name][0]):
                     return f"{name} of an earlier call was changed"
@@ -285,24 +316,33 @@ class Kept:
 
 
 def check_call(
-    program: Program, model: nn.Module, fast: Any, batch_size: int, kept: Kept | None = None, tolerance: float = 0.0, draw: int = 0
+    program: Program, model: nn.Module, fast: Any, batch_size: int, kept: Kept | None = None, tolerance: float = 0.0, draw: int = 0,
+    mode: str = "no_grad",
 ) -> str:  # fmt: skip
     """One call, against eager mode and against its serialised plan. Every world starts from the same weights and buffers."""
-    start = {name: buffer.clone() for name, buffer in program.model().named_buffers()}
+    start = program.model().state_dict()
 
     def world(function: Callable[..., Any], owner: nn.Module) -> World:
-        for name, buffer in owner.named_buffers():
-            buffer.copy_(start[name])
-        return World(program, batch_size, function, owner, draw)
+        with torch.no_grad():
+            for name, tensor in owner.state_dict().items():
+                tensor.copy_(start[name])
+        return World(program, batch_size, function, owner, draw, mode)
 
     try:
         eager = program.model()
-        wanted, serial = world(eager, eager), world(functools.partial(df.run_serialised, fast), model)
+        wanted = world(eager, eager)
+    except Exception:
+        if mode == "no_grad":
+            raise
+        return ""  # what eager mode does not accept in that mode
+    try:
+        serial = world(functools.partial(df.run_serialised, fast), model)
         got = world(fast, model)
     except Exception as error:
         return said(error)
-    problem = difference(got, serial, tolerance) or difference(got, wanted, program.tolerance, batch_size > 1)
-    if not problem and batch_size > 1 and (problem := difference(got.touch(), wanted.touch(), program.tolerance)):
+    allowed = max(program.tolerance, 5e-2) if mode == "autocast" else program.tolerance
+    problem = difference(got, serial, tolerance) or difference(got, wanted, allowed, batch_size > 1)
+    if not problem and batch_size > 1 and mode != "inference" and (problem := difference(got.touch(), wanted.touch(), allowed)):
         problem = f"after the outputs were changed in place: {problem}"
     if problem or kept is None:
         return problem

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from dynaflow import batching
+from dynaflow.boundary import Boundary
 from dynaflow.sources import Sources
 from dynaflow.testing import program_oracle, programs
-from dynaflow.testing.program_oracle import is_valid
-from dynaflow.testing.programs import check_many, random_program
+from dynaflow.testing.program_oracle import World, difference, is_valid
+from dynaflow.testing.programs import Pair, Record, check_many, random_program
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +21,17 @@ def quiet():
 
 
 def test_random_programs_do_what_eager_mode_does():
-    tally = check_many(range(12))
+    tally = check_many(range(8))
     assert not tally.violations, str(tally)
     counts = tally.counts
-    assert counts["programs"] >= 11 and counts["split"] >= 0.7 * counts["programs"], "a fuzz in which everything falls back proves nothing"
+    assert counts["programs"] >= 7 and counts["split"] >= 0.7 * counts["programs"], "a fuzz in which everything falls back proves nothing"
     assert counts["part launches"] > 0.3 * counts["launches"] and counts["planned calls"] > 0.6 * counts["calls"]
+
+
+def test_odd_programs_do_what_eager_mode_does():
+    tally = check_many(range(4), odd=True)
+    assert not tally.violations and not tally.not_ours, str(tally)
+    assert tally.counts["programs"] == 4 and tally.counts["split"] >= 3, "a fuzz in which everything falls back proves nothing"
 
 
 # -- it would notice: each hole was one of ours once, and a program shows it
@@ -57,6 +64,12 @@ def test_notices_a_hole_in_the_analysis(monkeypatch, hole):
     assert check_many([seed]).violations, f"{hole}, and the program does not show it"
 
 
+def test_notices_rows_that_are_other_rows_of_what_is_changed(monkeypatch):
+    assert not check_many([1875], odd=True).violations
+    monkeypatch.setattr(Boundary, "rows_are_apart", lambda self, args: True)
+    assert check_many([1875], odd=True).violations
+
+
 # -- the generator itself
 
 
@@ -80,6 +93,44 @@ def test_programs_are_valid_and_have_everything_in_them():
         assert wanted in text, wanted
     assert {p.batch for p in made} == {0, 1}
     assert {layout for p in made for layout in p.layouts.values()} >= {"", "transposed", "strided", "expanded", "tied"}
+
+
+def test_odd_programs_have_what_models_do_now_and_then():
+    made = [random_program(seed, is_odd=True) for seed in range(400)]
+    assert sum(map(is_valid, made[:20])) >= 18
+    text = "\n".join(p.source for p in made)
+    for wanted in (
+        "accumulate=True", "torch.where(", ".bfloat16()", "nn.MultiheadAttention", "attn_mask=", "padding_idx=0", "nn.LSTM", ".cumprod(",
+        ".topk(", "F.dropout(", "torch.einsum(", "torch.vmap(", "box.", "Pair(", "Record(", "box['tensors']", "self.a0[:2]",
+        " if x.shape[0] > 4",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+    assert {layout for p in made for layout in p.layouts.values()} >= {"tied", "shifted", "beside"}
+    assert random_program(3).source == random_program(3, is_odd=False).source, "what is not odd is as it was"
+
+
+def test_two_inputs_in_one_place():
+    for wanted in ("shifted", "beside"):
+        program = next(p for p in (random_program(s, is_odd=True) for s in range(2000)) if wanted in p.layouts.values() and p.batch == 0)
+        name = next(name for name, layout in program.layouts.items() if layout == wanted)
+        twin = next(v.name for v in program.given if v.root == next(v.root for v in program.given if v.name == name))
+        found = program.made(5)
+        assert found[name].shape == found[twin].shape and found[name] is not found[twin]
+        assert found[name].untyped_storage().data_ptr() == found[twin].untyped_storage().data_ptr()
+
+
+def test_a_difference_is_told_in_whatever_is_returned():
+    program = random_program(3, is_odd=True)
+    model, value = program.model(), torch.ones(2)
+
+    def world(result):
+        return World(program, 2, lambda *args, **kwargs: result, model)
+
+    same = Record([Pair(value, 0.5)], "a")
+    assert not difference(world(same), world(Record([Pair(value.clone(), 0.5)], "a")), 0.0)
+    assert "is off by 1" in difference(world(same), world(Record([Pair(value + 1, 0.5)], "a")), 0.0)
+    for other in (Record([Pair(value, 0.5)], "b"), Record([(value, 0.5)], "a"), [Pair(value, 0.5)], Record([Pair(value)], "a"), None):
+        assert "returned" in difference(world(same), world(other), 0.0), other
 
 
 def test_the_command_prints_a_summary_and_fails_on_a_violation(monkeypatch, capsys):
