@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import types
 from typing import Any, Callable, Mapping, Sequence
 
@@ -18,7 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
@@ -62,6 +63,8 @@ def capture(
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     call = ongoing.get()
+    if call is not None and not (call.asks_sizes or call.num_graphs) and call.cuts_batch() and _is_guessed(gm):
+        raise _Guessed
     if call is None:
         axes = _guess_axes(placeholders, fakes, settings)
     else:
@@ -78,6 +81,20 @@ def capture(
     fixed = next(iter(constants.values())) if constants and not symbols else None
     with collector.held():  # not until Dynamo is done: of what is captured ahead of time (`aot_compile`) nobody hears the end
         return graph(gm, fakes, axes, symbols, fixed, settings, inputs)
+
+
+class _Guessed(Exception):
+    """A capture that did not look at sizes took a number of rows for another."""
+
+
+# a size that depends on data, or is taken for one, and one that does not
+_GUESS = re.compile(r"expression Eq\((?=.*\bu\d+)(?=.*\bs\d+)")
+
+
+def _is_guessed(gm: fx.GraphModule) -> bool:
+    """torch 2.11 takes rows that are cut from the batch (x[n // 2 :][:1]) for all of it where they are broadcast, and asserts that."""
+    asserts = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)
+    return any(_GUESS.search(str(node.args[1])) for node in asserts)
 
 
 def _guess_axes(placeholders: list[fx.Node], fakes: list[Any], settings: Settings) -> dict[str, int]:
@@ -326,8 +343,9 @@ class Compiled:
         call, result, is_done = self._ongoing(args, kwargs), None, False
         try:
             result, is_done = self._under(call, args, kwargs), True
-        except TorchRuntimeError:
-            if call.num_graphs or not self._cuts_batch():
+        except (TorchRuntimeError, BackendCompilerFailed) as error:
+            is_guessed = isinstance(getattr(error, "inner_exception", None), _Guessed)
+            if call.num_graphs or not self._cuts_batch() or not (is_guessed or isinstance(error, TorchRuntimeError)):
                 raise
         if not is_done:
             # A batch of 1 is captured like any other, and so are rows that are cut from one (x[n // 2 :][:1]); a model that broadcasts
