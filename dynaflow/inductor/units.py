@@ -170,7 +170,12 @@ def _numbers(symbols: Sequence[str], sizes: Sizes) -> tuple[int, ...]:
 
 
 def ambient() -> tuple[Any, ...]:
-    """Settings of the process that change what is traced or generated."""
+    """Settings of the process that change what is traced or generated. Read while nobody compiles: meanwhile they are patched."""
+    with compile_lock:
+        return _settings()
+
+
+def _settings() -> tuple[Any, ...]:
     backends: Any = torch.backends
     deterministic: Any = torch.utils.deterministic
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn

@@ -5,6 +5,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +54,28 @@ def test_equal_layers_compile_once(monkeypatch):
         torch.testing.assert_close(out, x + x @ w @ w, rtol=1e-4, atol=1e-4)
     layers[0].variant({"s77": 5}, static=True)
     assert len(compiled) == 2
+
+
+@has_compiler
+@pytest.mark.xdist_group("inductor")
+def test_what_is_patched_while_another_thread_compiles_is_no_setting(monkeypatch):
+    """It took such a unit for one under other settings, and compiled it again (torch 2.11, where settings are of all threads)."""
+    compiled, begins = [], threading.Event()
+    real = units.compile_graph
+
+    def slow(*args, **kwargs):
+        compiled.append(args)
+        with inductor_config.patch(cpp_wrapper=not inductor_config.cpp_wrapper):
+            begins.set()
+            time.sleep(0.3)  # the other thread reads settings, or waits for them
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(units, "compile_graph", slow)
+    first, second = layer(0), layer(1)
+    other = POOL.submit(lambda: first.variant({"s0": 4}, static=False))
+    assert begins.wait(60)
+    variant = second.variant({"s0": 4}, static=False)
+    assert variant.call is other.result().call and len(compiled) == 1
 
 
 def key(fn, *args, **kwargs):
