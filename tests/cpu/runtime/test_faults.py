@@ -1,6 +1,7 @@
 """An op that raises at launch i, for any i, leaves the engine right for the next call; the error tells the story."""
 
 import inspect
+import signal
 import subprocess
 import sys
 import threading
@@ -140,7 +141,15 @@ def test_idle_lanes_keep_nothing_alive():
     assert alive[0]() is None and alive[1]() is None
 
 
-def test_interrupted_while_waiting():
+@pytest.fixture
+def hears_ctrl_c():
+    """A shell's job in the background is started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupted_while_waiting(hears_ctrl_c):
     """Ctrl-C on the caller's thread while a lane works: the call ends with it, and the next one is right."""
     import _thread
     import time
