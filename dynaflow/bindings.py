@@ -157,12 +157,13 @@ class Bindings:
         if outcome is LATER:
             self._unmeasured.add(key)
         elif outcome is not None:
-            log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, outcome)
             options = tuple(next(p.chosen for p in (planned, *planned.rivals) if p.plan is each.plan) for each in bounds)
             us = tuple(outcome.plans_us), outcome.sequential_us
-            self.settings.note_measured(Measured(self.flow.label, sizes, options, *us, outcome.winner))
+            measured = Measured(self.flow.label, sizes, options, *us, outcome.winner)
+            log.info("%s: plans for sizes %s were measured: %s", self.settings.name, sizes, measured)
+            self.settings.note_measured(measured)
             if outcome.winner is None:
-                return Fallback(f"no plan is faster than the sequential one: {outcome}", is_choice=True, bound=self.as_one(sizes))
+                return Fallback("no plan is faster than the sequential one", is_choice=True, bound=self.as_one(sizes))
             bound = bounds[outcome.winner]
         self.settings.count(binds=1)
         self.settings.note_peak(bound.peak_bytes)

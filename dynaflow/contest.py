@@ -73,9 +73,6 @@ class Outcome:
     plans_us: list[float]
     sequential_us: float
 
-    def __str__(self) -> str:
-        return f"{', '.join(f'{us:,.0f} us' for us in self.plans_us)}; sequential {self.sequential_us:,.0f} us"
-
 
 # all is compiled, and is to be measured by a later call
 LATER = Outcome(None, [], 0.0)

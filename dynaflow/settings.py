@@ -73,6 +73,9 @@ class Measured:
         """The options of the plan that is kept."""
         return () if self.winner is None else self.options[self.winner]
 
+    def __str__(self) -> str:
+        return f"{', '.join(f'{us:,.0f} us' for us in self.plans_us)}; sequential {self.sequential_us:,.0f} us"
+
 
 @dataclass
 class Stats:

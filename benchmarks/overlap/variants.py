@@ -303,7 +303,9 @@ class Variants(variants.Variants):
         new = [measured for measured in stats.measured if measured not in known]
         if new and any(new[-1].chosen):
             self._take(name, new[-1].chosen)
-        return next(iter(stats.fallbacks - fallbacks), "").partition("\n")[0], stats.num_part_launches > num_in_parts
+        gave_up = next(iter(stats.fallbacks - fallbacks), "").partition("\n")[0]
+        times = f": {new[-1]}" if gave_up and new and new[-1].winner is None else ""
+        return gave_up + times, stats.num_part_launches > num_in_parts
 
     def _take(self, name: str, chosen: tuple[int, ...]) -> None:
         case: Any = self.case
