@@ -241,7 +241,7 @@ def markdown(rows: Sequence[Row], generations: Sequence[Generation], made_by: st
         "a stream for each. **branches**: independent ops of the whole batch on two streams.",
         "- **unsplittable**: ops that run over the whole batch, because they mix it or do not depend on it.",
         "- **captures**: graphs captured over all batch sizes, the most of any strategy.",
-        "- **parts**: launches on a proper part of the batch, 2-way / 3-way.",
+        "- **parts**: launches on a proper part of the batch, 2-way / 3-way; in files older than 2026-11-19, the ops in them.",
         "- **error**: the worst error over all strategies and batch sizes, in units of eager's own.",
         "",
         "| model | ops | unsplittable | captures | " + " | ".join(STRATEGIES) + " | parts | error | bit-equal |",

@@ -208,7 +208,8 @@ def compile(
                   changes, and runs where it is faster (on all ranks); remembered on disk
     max_memory    a plan of kernels that "auto" chooses may hold this many times what Inductor's own order would, weights and
                   inputs included. None: 1.25 times, or 2 MiB more where that is more. What cuBLAS keeps counts, 32 MiB per stream with
-                  products, and what the allocator keeps for kernels that allocate: where there is no room, they stay on fewer streams
+                  products, and what the allocator keeps for kernels that allocate: where there is no room, they stay on fewer streams. A
+                  training step counts as a whole where this is given, or the device has little free
     part_context  `fn(parts)` gives one context manager per part, entered around that part's launches
     align         `fn(rows)` moves the rows that this call's parts are cut at to where it may be cut (a request's first token)
     """

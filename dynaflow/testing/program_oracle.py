@@ -331,10 +331,10 @@ def check_call(
     try:
         eager = program.model()
         wanted = world(eager, eager)
-    except Exception:
+    except RuntimeError:
         if mode == "no_grad":
             raise
-        return ""  # what eager mode does not accept in that mode
+        return ""  # torch refuses it in that mode: there is nothing to compare with
     try:
         serial = world(functools.partial(df.run_serialised, fast), model)
         got = world(fast, model)

@@ -132,7 +132,9 @@ def test_rejects_other_keys(part: dict) -> None:
 
 
 def test_what_no_key_has_may_differ() -> None:
-    keys.refuse(HERE, HERE | {"device": HERE["device"] | {"torch": {"L2_cache_size": "2"}}, "python": {"version": "3.12.3"}})
+    there = HERE | {"device": HERE["device"] | {"torch": {"L2_cache_size": "2"}}, "python": {"version": "3.12.3"}}
+    keys.refuse(HERE, there)
+    assert keys.differences(HERE, there) and not keys.decisive(HERE, there)
 
 
 def test_rows_have_folders_of_their_own() -> None:

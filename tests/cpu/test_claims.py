@@ -17,10 +17,11 @@ from dynaflow.testing import network
 
 ROOT = Path(__file__).parents[2]
 COMPILE_OPTIONS = [name for name in inspect.signature(df.compile).parameters if name != "model"]
-NUMBERS = {1: "one", 2: "two", 3: "three", 5: "five", 7: "seven"}
+NUMBERS = {1: "one", 2: "two", 3: "three", 5: "five", 7: "seven", 10: "ten"}
 
 CLAIMS = [
     ("kernels.md", f"that is {room.MAX_MEMORY:g} times, or {room.SPARE_BYTES >> 20} MiB more where that is more"),
+    ("kernels.md", f"the device has {NUMBERS[room.NOT_MISSED]} times as much free"),
     ("kernels.md", f"less than a factor of {NUMBERS[region.NEAR]}"),
     ("kernels.md", f"more than {region.MAX_CASES} sizes"),
     ("kernels.md", f"in segments of {measure.SMALL_SEGMENT >> 20} or {measure.LARGE_SEGMENT >> 20} MiB"),

@@ -84,14 +84,15 @@ def equals_one_process(net, whole, strategies):
                 fast(x, use_cache=False)
         assert set(profiled.timeline.streams) == streams and not df.stats(fast).fallbacks, (name, df.stats(fast))
         assert any(function in span.label for span in profiled.timeline.spans), name
+    return list(strategies)
 
 
 def dense():
-    equals_one_process(*llama(), DENSE)
+    return equals_one_process(*llama(), DENSE)
 
 
 def experts(folder):
-    equals_one_process(*deepseek(folder), EXPERTS)
+    return equals_one_process(*deepseek(folder), EXPERTS)
 
 
 def offloads_dtensors(folder):
@@ -112,11 +113,11 @@ def checkpoint(tmp_path_factory):
 
 
 def test_dense_model():
-    run(dense, 2)
+    assert run(dense, 2) == [list(DENSE)] * 2
 
 
 def test_model_with_experts(checkpoint):
-    run(experts, 2, checkpoint)
+    assert run(experts, 2, checkpoint) == [list(EXPERTS)] * 2
 
 
 def test_rejects_offloaded_dtensors(checkpoint):
